@@ -111,7 +111,8 @@ def after_padding(lengths: Any, *, grouped: bool) -> float:
 
 def budget(folder: Path, gsm8k: Path) -> None:
     """An epoch's whole steps of `GLOBAL_BATCH` sequences over two ranks, as `train` would order and cut them."""
-    from fsdp_tune.data.batches import TokenBudget, epoch_order, filling, rank_micro_batches, token_micro_batches
+    from fsdp_tune.data.batches import epoch_order, rank_micro_batches
+    from fsdp_tune.data.token_budget import TokenBudget, filling, token_micro_batches
 
     one_a_row, _ = prepared(resolved(folder, gsm8k, max_length=BUDGET_LENGTH))
     lengths, slots = lengths_of(one_a_row), TokenBudget(BUDGET, 8, BUDGET_LENGTH)

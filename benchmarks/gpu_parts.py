@@ -80,7 +80,7 @@ def best_recipes(bench: Bench) -> Iterator[Row]:
 def best_recipe(bench: Bench, name: str, config: dict[str, Any] | None) -> Iterator[Row]:
     """fp32 weights where plan finds a recipe that fits without offload, else bf16 ones."""
     from fsdp_tune.core.errors import FsdpTuneError
-    from fsdp_tune.planner.search.candidates import least_state_bytes
+    from fsdp_tune.planner.search.alternatives import least_state_bytes
     from fsdp_tune.planner.search.search import rank_recipes
 
     for dtype in ("fp32", "bf16"):

@@ -137,7 +137,7 @@ def _kill(pid: int) -> None:
 def _location(folder: Path, pid: int) -> str:
     """Return the phase of a running worker and the functions of its main thread, the innermost first."""
     from fsdp_tune.run.directory import RunDir
-    from fsdp_tune.run.launch_files import read_heartbeat
+    from fsdp_tune.run.rank_files import read_heartbeat
 
     run = RunDir(folder)
     os.kill(pid, signal.SIGUSR2)  # a rank writes the stacks of its threads, the main one last
@@ -197,9 +197,9 @@ def _spawn(job: dict[str, Any], log: Path) -> int:
 def warm_up() -> None:
     """Imports what every run imports; touches no device."""
     import fsdp_tune.worker.setup  # noqa: F401
-    from fsdp_tune.model.kernels import install
+    from fsdp_tune.model.kernels import liger
 
-    if install.has_liger():
+    if liger.has_liger():
         import liger_kernel.transformers.monkey_patch  # noqa: F401  with the modules of all models that it knows
 
 

@@ -154,7 +154,7 @@ def rank_files(ranks: int, folder: Path) -> Figures:
     from fsdp_tune.launch import run_status
     from fsdp_tune.launch.supervise.rank_watch import ALL_ROUND_SECONDS, RankWatch
     from fsdp_tune.run.directory import RunDir
-    from fsdp_tune.run.launch_files import Heartbeat, Outcome, clear
+    from fsdp_tune.run.rank_files import Heartbeat, Outcome, clear
     from fsdp_tune.worker.observe.heartbeat import interval_seconds
 
     run, opens = RunDir(folder / "run"), Opens()
@@ -230,7 +230,7 @@ def batch_order(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts
     import numpy as np
 
     from fsdp_tune.data.row_order import Attempt, RowOrder
-    from fsdp_tune.worker.rows.training_rows import MicroBatches
+    from fsdp_tune.worker.rows.batches import MicroBatches
 
     def shuffled(epoch: int, lengths: np.ndarray, _: int) -> np.ndarray:
         return np.random.default_rng(epoch).permutation(len(lengths))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.compare import compare
     from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.generate import generate
-    from fsdp_tune.jobs.make_recipe import import_recipe
+    from fsdp_tune.jobs.import_recipe import import_recipe
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.options import Allowed, CompareOptions, EvaluateOptions, GenerateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan

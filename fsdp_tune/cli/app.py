@@ -15,8 +15,9 @@ from typer.core import TyperCommand, TyperGroup
 from fsdp_tune.cli.chat import chat, generate
 from fsdp_tune.cli.compare import compare
 from fsdp_tune.cli.env import cache, doctor, env
+from fsdp_tune.cli.explain import explain
 from fsdp_tune.cli.prepare import prepare
-from fsdp_tune.cli.recipes import explain, import_config, recipes, templates
+from fsdp_tune.cli.recipes import import_config, recipes, templates
 from fsdp_tune.cli.runs import evaluate, merge_checkpoint, push, report, status
 from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate

@@ -10,7 +10,8 @@ import traceback
 from pathlib import Path
 
 from fsdp_tune.cli.terminal import printable, write_text
-from fsdp_tune.core.errors import ExitCode, Problem, as_os_error
+from fsdp_tune.core.errors import ExitCode, Problem
+from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.core.limits import limit_problem
 from fsdp_tune.core.units import shown
 

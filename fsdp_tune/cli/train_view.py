@@ -18,8 +18,8 @@ from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.data.account import key_lines, source_lines
-from fsdp_tune.data.batches import filling_lines
 from fsdp_tune.data.report import DataReport
+from fsdp_tune.data.token_budget import filling_lines
 from fsdp_tune.jobs.answers import PreviewAnswer, StartPoint, WrittenAnswer
 from fsdp_tune.jobs.observer import TrainingInputs, TrainResult
 from fsdp_tune.jobs.train import Preview, WrittenRun

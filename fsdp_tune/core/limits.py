@@ -8,7 +8,8 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_tune.core.errors import Problem, as_os_error
+from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.core.units import format_bytes
 
 CGROUP = Path("/sys/fs/cgroup")

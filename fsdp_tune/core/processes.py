@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.core.parent_death import ends_with_parent
+from fsdp_tune.core.user_cache import compiler_variables
 
 _STARTING = threading.Lock()
 
@@ -39,6 +39,8 @@ class _OfThread(threading.local):
 
 
 _OF_THREAD = _OfThread()
+
+
 _POOLS: list[_Pool] = []
 
 
@@ -287,31 +289,3 @@ def port_refusal(port: int) -> OSError | None:
             if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a machine without addresses of the family
                 return error
     return None
-
-
-# ---- The user's own cache directory, which holds the files that compilers execute.
-
-COMPILED = "compiled"
-"""Directory of Inductor's kernels inside the default cache directory. Inductor unpickles and executes the files in it."""
-
-
-def default_cache_directory() -> Path:
-    """Return $XDG_CACHE_HOME/fsdp-tune. A relative XDG_CACHE_HOME is ignored, as the XDG specification requires."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if base.startswith("/"):
-        return Path(base) / "fsdp-tune"
-    try:
-        return Path.home() / ".cache" / "fsdp-tune"
-    except RuntimeError:  # a user id without an entry in /etc/passwd, as in many containers, and no HOME
-        message = "there is no place for the cache: HOME and XDG_CACHE_HOME are not set, and this user has no home directory"
-        raise usage_error("cache-unusable", message, hint="`export XDG_CACHE_HOME=DIR`, a directory where you may write") from None
-
-
-def compiler_variables() -> dict[str, str]:
-    """Return the variables that keep Inductor out of TMPDIR/torchinductor_USER, which another user can create first.
-
-    Every process gets them: 4-bit layers and low-bit optimizers compile without `kernels.compile`, and so does code of a library. A fixed
-    directory also lets the next run reuse the kernels. Inductor has no variable for the directory of precompiled C++ headers
-    (`_inductor/codecache.py`, _HEADER_DIR), so they are switched off; torch 2.11 does not read that variable, and `compile_layers` does it.
-    """
-    return {"TORCHINDUCTOR_CACHE_DIR": str(default_cache_directory() / COMPILED), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}

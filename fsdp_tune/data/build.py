@@ -16,16 +16,11 @@ from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
-from fsdp_tune.data.account import (
-    data_notices,
-    refuse_empty_set,
-    refuse_nothing,
-    rows_named,
-    set_account,
-    source_accounts,
-)
+from fsdp_tune.data.account import rows_named, set_account, source_accounts
+from fsdp_tune.data.account_checks import data_notices, refuse_empty_set, refuse_nothing
 from fsdp_tune.data.bad_rows import BadRows
-from fsdp_tune.data.format.row_account import KeyUse, RowNotes, key_account
+from fsdp_tune.data.format.row_account import KeyUse, key_account
+from fsdp_tune.data.format.row_notes import RowNotes
 from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.read.file_access import Stamp
 from fsdp_tune.data.read.row_files import BadRow

@@ -15,8 +15,9 @@ import numpy as np
 from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
-from fsdp_tune.core.processes import COMPILED, default_cache_directory
-from fsdp_tune.data.account import decoded_row, mean_tokens, notice_fields, spread_indices
+from fsdp_tune.core.user_cache import COMPILED, default_cache_directory
+from fsdp_tune.data.account import decoded_row, mean_tokens, spread_indices
+from fsdp_tune.data.account_checks import notice_fields
 from fsdp_tune.data.bad_rows import refuse_bad_share
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.cache import STORES, built, content_key, record_use
@@ -29,7 +30,7 @@ from fsdp_tune.data.row_order import Attempt, RowOrder, continued, row_order
 from fsdp_tune.data.row_record import RowRecord
 from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, StreamedFiles, removed_rows, resolved_rows
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
-from fsdp_tune.data.stream.row_stream import count_units, stream_stamps, stream_units, unstamped_files
+from fsdp_tune.data.stream.units import count_units, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.fsdp_arguments import compiles

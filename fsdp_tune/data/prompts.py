@@ -13,10 +13,11 @@ from fsdp_tune.data.format.formats import Chat, FormatSettings, Text
 from fsdp_tune.data.inputs import format_settings
 from fsdp_tune.data.read.row_files import BadRow, ColumnError, RowError, kind_of
 from fsdp_tune.data.report import DataReport, InputAccount
-from fsdp_tune.data.tokenise.chat import render_prompt
 from fsdp_tune.data.tokenise.encoder import Encoder, closing_tokens
-from fsdp_tune.data.tokenise.encoding import InseparableError, RestoringEncoder, SpecialTokens, encode_texts
+from fsdp_tune.data.tokenise.encoding import encode_texts
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
+from fsdp_tune.data.tokenise.sample_prompts import render_prompt
+from fsdp_tune.data.tokenise.special_tokens import InseparableError, RestoringEncoder, SpecialTokens
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 

@@ -46,8 +46,8 @@ from fsdp_tune.check.comparison.stages import (
 from fsdp_tune.check.comparison.verdicts import evidence_of, unsettled_keys, verdict
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
-from fsdp_tune.core.processes import default_cache_directory
 from fsdp_tune.core.secrets import mask_text
+from fsdp_tune.core.user_cache import default_cache_directory
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.jobs.answers import ImportedKey

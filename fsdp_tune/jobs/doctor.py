@@ -41,7 +41,7 @@ from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
-from fsdp_tune.run.launch_files import HealthFiles, HealthRequest, MessageSize
+from fsdp_tune.run.health_files import HealthFiles, HealthRequest, MessageSize
 
 WORKER = "fsdp_tune.worker.doctor"
 LIMIT_SECONDS = 300.0

@@ -38,7 +38,8 @@ from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.command import Bar, JsonAnswer
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, default_cache_directory, threads
+from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, threads
+from fsdp_tune.core.user_cache import default_cache_directory
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer, session

@@ -20,7 +20,7 @@ from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.format.templates import resolve_template
 from fsdp_tune.data.inputs import opened_inputs
-from fsdp_tune.data.tokenise.chat import sample_prompts
+from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder, stand_in_encoder
 from fsdp_tune.jobs.first_rows import CheckedSource, bad_first_rows, read_first_rows
 from fsdp_tune.jobs.recipes import missing_sources

@@ -27,19 +27,14 @@ from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.planner import tracing as traces
+from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.memory import disk
-from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware, calibrated_efficiency, learn, read_run
+from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware
 from fsdp_tune.planner.predict.predict import plan as predict
 from fsdp_tune.planner.predict.timing import Efficiency
-from fsdp_tune.planner.search.candidates import (
-    PlannedRecipe,
-    Search,
-    devices_of_machine,
-    differences,
-    forced_changes,
-    machines_for,
-    scaling_table,
-)
+from fsdp_tune.planner.search.alternatives import devices_of_machine, differences
+from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
+from fsdp_tune.planner.search.scaling import forced_changes, machines_for, scaling_table
 from fsdp_tune.planner.search.search import (
     Decided,
     MemoryBudget,

@@ -13,7 +13,7 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Notice, Problem, Where, collected, usage_error
 from fsdp_tune.core.gpus import Hardware
-from fsdp_tune.core.processes import COMPILED, default_cache_directory
+from fsdp_tune.core.user_cache import COMPILED, default_cache_directory
 from fsdp_tune.data.cache import STORES
 from fsdp_tune.data.read.file_access import is_url
 from fsdp_tune.data.read.sources import find_source

@@ -12,15 +12,16 @@ from pathlib import Path
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import accelerate_default_config, host, versions
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, rust_errors_as_os_errors, usage_error
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.skipped_rows import NamedRow, read_named_rows
-from fsdp_tune.data.stream.row_stream import refuse_changed_files
-from fsdp_tune.data.tokenise.chat import sample_prompts
+from fsdp_tune.data.stream.units import refuse_changed_files
+from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
@@ -45,11 +46,13 @@ from fsdp_tune.launch.command.resume import (
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.channel import CountedBar, network_message, open_channel
+from fsdp_tune.launch.machines.directories import OwnDirectory
+from fsdp_tune.launch.machines.identity import identity_of
 from fsdp_tune.launch.machines.launches import Machines
-from fsdp_tune.launch.machines.machine import OwnDirectory, identity_of
 from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
-from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Message, Position, start_early
+from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
+from fsdp_tune.launch.supervise.supervisor import Message, Position
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.publish import check_access
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files
@@ -61,7 +64,7 @@ from fsdp_tune.recipe.schema.keys import as_problem
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base, weights_at_start
 from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked
-from fsdp_tune.run.launch_files import Verdict, read_outcome
+from fsdp_tune.run.rank_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
 
 

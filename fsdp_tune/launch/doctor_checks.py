@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.units import GIB, format_bytes, format_seconds
-from fsdp_tune.run.launch_files import CollectiveTime, LinkTime, NetworkFacts, OutputFacts
+from fsdp_tune.run.health_files import CollectiveTime, LinkTime, NetworkFacts, OutputFacts
 
 State = Literal["ok", "warn", "fail"]
 

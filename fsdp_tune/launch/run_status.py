@@ -22,8 +22,9 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.event_parts import SpikeRow
 from fsdp_tune.run.events import SpikeEvent, TrainStarted, number, read_event
-from fsdp_tune.run.launch_files import LaunchRecord, Verdict, read_heartbeat, read_outcome
+from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.metrics_file import json_objects, metrics_with
+from fsdp_tune.run.rank_files import Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.records import Prediction
 from fsdp_tune.run.time_left import TimeLeft
 

@@ -16,10 +16,14 @@ from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.merge import output_directory as place
 from fsdp_tune.merge.companions import Companions
-from fsdp_tune.merge.copy.ties import Tied, as_base, find_ties
-from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Layout, Written, plan_layout, write_tensors
-from fsdp_tune.merge.integrity import Child, ManifestCheck, check_bytes_on_disk, check_headers, compare_parameters, load_and_run
+from fsdp_tune.merge.copy.as_base import as_base
+from fsdp_tune.merge.copy.layout import Layout, plan_layout
+from fsdp_tune.merge.copy.ties import Tied, find_ties
+from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
+from fsdp_tune.merge.integrity import check_bytes_on_disk, check_headers
+from fsdp_tune.merge.load_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
+from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
 from fsdp_tune.merge.precision import find_kept

@@ -31,7 +31,8 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.core.version import __version__
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
-from fsdp_tune.merge.copy.write import Layout, Written
+from fsdp_tune.merge.copy.layout import Layout
+from fsdp_tune.merge.copy.write import Written
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.source import Format, MergeSettings, Selection, Weights
 from fsdp_tune.recipe.schema.recipe import Recipe

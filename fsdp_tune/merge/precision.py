@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_tune.core.errors import Notice, Where
 from fsdp_tune.core.tensors.file_formats import PREFIX
 from fsdp_tune.merge.companions import Companions
-from fsdp_tune.merge.integrity import Child
+from fsdp_tune.merge.load_check import Child
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.run.base_model import BaseLayout
 

@@ -5,8 +5,6 @@ tokens that an expert receives, and the probability that the router assigns to i
 a micro-batch, it depends on which rows are batched together, on padding and on packing. Here each example has its own loss, as in
 DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, section 2.1.2), and a step's loss is their mean, weighted by tokens: the
 same for every batching and any number of ranks.
-
-Mixtures of experts: the parameters that a token uses.
 """
 
 from __future__ import annotations
@@ -14,21 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count, is_in_experts, is_router_in_experts, is_shared_expert, number_of_expert
-from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.internals.torch_internals import DISABLE_MODES
 from fsdp_tune.model.internals.transformers_internals import GROUPED_PRODUCT_TAKES
 from fsdp_tune.model.sequence_parallel import shared_rows
-from fsdp_tune.model.shard.local import bare_class, bare_model, elements
+from fsdp_tune.model.shard.local import bare_class, bare_model
 
 FUNCTION = "load_balancing_loss_func"
 """Name of transformers' function in the module of each such model: (router logits of all layers, experts, top-k, attention mask)."""
@@ -130,37 +126,3 @@ def allow_any_width() -> None:
 
     takes_rows.allows_any_width = True  # type: ignore[attr-defined]
     GROUPED_PRODUCT_TAKES.set(takes_rows)
-
-
-def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch.Tensor]]) -> int | None:
-    """Return the number of parameters that one token uses: those of its chosen experts, and all others.
-
-    Return None if the configuration lacks the number of experts or of experts per token, or if the experts are not recognised
-    among the parameters.
-    """
-    fields = config.to_dict()
-    experts, chosen = expert_count(fields), CHOSEN_EXPERTS.of(fields)
-    total = of_experts = 0
-    for name, parameter in named:
-        total += elements(name, parameter)
-        belongs = _belongs_to_expert(name, parameter, experts)
-        if belongs is None:
-            return None
-        of_experts += elements(name, parameter) if belongs else 0
-    if experts == 1:
-        return total
-    if chosen is None or not of_experts:
-        return None
-    return total - of_experts + of_experts * chosen // experts
-
-
-def _belongs_to_expert(name: str, parameter: torch.Tensor, experts: int) -> bool | None:
-    """Return whether a parameter belongs to one expert or stacks all of them; None if its name or shape implies another number."""
-    if (number := number_of_expert(name)) is not None:
-        return True if number < experts else None
-    is_stack = parameter.ndim >= 1 and parameter.shape[0] == experts
-    if not is_in_experts(name):  # JetMoE's `mlp.input_linear.weight`
-        return experts > 1 and is_stack and parameter.ndim >= 3 and not is_shared_expert(name)
-    if parameter.ndim < 2 or is_router_in_experts(name):
-        return False
-    return True if is_stack or is_of_adapter(name) else None

@@ -18,7 +18,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_e
 from fsdp_tune.core.families import changed_fields
 from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
-from fsdp_tune.data.tokenise.tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
+from fsdp_tune.data.tokenise.exported_tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import LAYOUT_FILE, TENSORS_FILE, BaseLayout, BaseRecord
 from fsdp_tune.run.records import PartialFacts

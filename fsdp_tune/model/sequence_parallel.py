@@ -1,9 +1,4 @@
-"""Avoid a device synchronisation: transformers checks position ids on the device to find packed rows, in each forward and flash layer.
-
-Each such check waits until the device has finished all queued work, so that the host can never run ahead of a micro-batch. The host
-already has this information.
-
-Sequence parallelism by all-to-all over attention heads (Ulysses, arXiv:2309.14509): several ranks share each row.
+"""Sequence parallelism by all-to-all over attention heads (Ulysses, arXiv:2309.14509): several ranks share each row.
 
 Each rank of a sequence group has T / size neighbouring tokens of every row. Only attention looks across tokens, so only attention is
 changed: queries, keys and values go from (all heads, own tokens) to (own heads, all tokens) in one all-to-all, the model's kernel runs
@@ -17,7 +12,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,31 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import SINKS, dropout_fields, heads_by_layer
-from fsdp_tune.model.internals.transformers_internals import FIND_PACKED, FIND_PACKED_IN_PART, IS_PACKED, SUPPORTS_INTERFACE, attention_of
+from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
+from fsdp_tune.model.known_rows import example_numbers, packing_known
 from fsdp_tune.model.shard.local import bare_model
-from fsdp_tune.model.shard.wrap import groups_of
+from fsdp_tune.model.shard.process_groups import groups_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-
-
-@contextmanager
-def packing_known(*, is_packed: bool) -> Iterator[None]:
-    """Within the context, models use `is_packed` (whether position ids restart at 0 in some row of the batch) without a check."""
-    with FIND_PACKED.replaced(example_numbers if is_packed else _none), nullcontext() if is_packed else IS_PACKED.replaced(_no):
-        yield
-
-
-def example_numbers(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return, for `position_ids` [batch, tokens], the index of each token's example in its row, from 0, in the same shape."""
-    before_first = position_ids[:, :1] - 1
-    return (torch.diff(position_ids, prepend=before_first, dim=-1) != 1).cumsum(-1)
-
-
-def _none(_position_ids: torch.Tensor) -> None:
-    return None
-
-
-def _no(*_: object, **__: object) -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True)

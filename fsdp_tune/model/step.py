@@ -26,7 +26,7 @@ from fsdp_tune.core.families import BALANCE_WEIGHTS
 from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.experts import examples_alone
 from fsdp_tune.model.internals.torch_internals import FOREACH_MUL, FOREACH_NORM
-from fsdp_tune.model.kernels.head import loss_kernel_of
+from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
 from fsdp_tune.model.sequence_parallel import rows_known, shared_rows
 from fsdp_tune.model.shard.local import TORCH_DTYPE, plain_name
 from fsdp_tune.recipe.schema.recipe import Recipe

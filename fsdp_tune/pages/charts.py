@@ -15,12 +15,20 @@ from fsdp_tune.pages.run_record import RunRecord
 from fsdp_tune.run.events import AnyEvent, TrainStarted
 
 MAX_POINTS, MIN_POINTS = 2000, 50
+
+
 ALL_POINTS = 45_000
 """Of all curves of a page, so that it stays below its size: a point is a dozen bytes."""
+
+
 MARKS = 100
 """Of a run in a chart, the newest ones."""
+
+
 NAMED_SERIES = 6
 """Curves that the description of a chart for screen readers has with their numbers, and marks that are named below it."""
+
+
 LOSS_UNIT = "nats per token"
 
 
@@ -62,11 +70,15 @@ KINDS = (
     Kind("Data by source", "Passes over each source", "passes", (r"source_.+_passes",)),
     Kind("Other measurements", "Load of experts over the mean", "", ("expert_load_max", "expert_load_min")),
 )
+
+
 NOT_DRAWN = re.compile(
     r"step|epoch|time|tokens|supervised_tokens|last_step_seconds|checkpoint_stall_seconds|eval_seconds|eval_(.+_)?perplexity|expert_layer"
     r"|slow_rank(_part|_share)?"
 )
 """Fields that are an axis, that follow from a drawn one, or that the text of the page has."""
+
+
 PART_NAMES = {
     "eval_loss": "all",
     "data_wait_seconds": "waiting for data",
@@ -239,39 +251,3 @@ def points_each(charts: Sequence[Chart]) -> int:
     """Return how many points a curve may have, so that all together stay below `ALL_POINTS`."""
     series = sum(len(chart.series) for chart in charts)
     return max(MIN_POINTS, min(MAX_POINTS, ALL_POINTS // max(series, 1)))
-
-
-# ---- What a step is made of, as shares of one bar.
-
-
-@dataclass(frozen=True, slots=True)
-class StepPart:
-    name: str
-    seconds: float
-    share: float
-    """Of the step and its waiting for data, 0 to 1."""
-
-
-def step_parts(run: RunRecord) -> list[StepPart]:
-    """Return the mean parts of a run's steps; [] if its lines do not have them. The first line, which allocates and compiles, is left out.
-
-    Communication is what the compute stream waits for; where it cannot be observed (DDP, FSDP1), it is in the first part.
-    """
-    steps = run.metrics.curve("last_step_seconds").finite()
-    kept = steps.steps[steps.values > 0]
-    kept = kept[1:] if len(kept) > 1 else kept
-    if not len(kept):
-        return []
-    names = ("data_wait_seconds", "exposed_communication_seconds", "optimizer_seconds", "last_step_seconds")
-    found = {name: run.metrics.curve(name).finite() for name in names}
-    data, communication, optimizer, step = (float(curve.values[np.isin(curve.steps, kept)].sum()) / len(kept) for curve in found.values())
-    is_observed = len(found["exposed_communication_seconds"]) > 0
-    first = "forward and backward" if is_observed else "forward, backward and communication"
-    parts = {
-        first: max(0.0, step - communication - optimizer),
-        "waiting for communication": communication,
-        "optimizer": optimizer,
-        "waiting for data": data,
-    }
-    total = sum(parts.values())
-    return [StepPart(name, seconds, seconds / total) for name, seconds in parts.items() if seconds > 0]

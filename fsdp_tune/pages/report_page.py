@@ -28,10 +28,11 @@ import jinja2
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.version import __version__
-from fsdp_tune.pages.charts import Chart, charts_of, points_each, step_parts
+from fsdp_tune.pages.charts import Chart, charts_of, points_each
 from fsdp_tune.pages.html_pages import ASSETS, asset
 from fsdp_tune.pages.ranking import ranking_of
 from fsdp_tune.pages.run_record import RunRecord, differences
+from fsdp_tune.pages.step_shares import step_parts
 from fsdp_tune.pages.tables import (
     Table,
     difference_table,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_tune.core.processes import compiler_variables
+from fsdp_tune.core.user_cache import compiler_variables
+from fsdp_tune.recipe.schema.optimizers import state_bits, state_dtype
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import state_bits, state_dtype
 
 # transformers and Accelerate read variables with these prefixes on their own; each rank removes all that are inherited.
 OWNED_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")

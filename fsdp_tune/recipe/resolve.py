@@ -12,9 +12,9 @@ from typing import Any
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.core.gpus import known_hardware
-from fsdp_tune.core.processes import default_cache_directory
+from fsdp_tune.core.user_cache import default_cache_directory
+from fsdp_tune.recipe.fewer_machines import described_sizes
 from fsdp_tune.recipe.references import PEFT_DEFAULTS, absolute_paths, continue_adapter, output_directory
-from fsdp_tune.recipe.rules.launch import missing
 from fsdp_tune.recipe.rules.limits import (
     FP8_MULTIPLE,
     OLDEST_BF16_GPU,
@@ -25,6 +25,7 @@ from fsdp_tune.recipe.rules.limits import (
     slow_bf16,
     slow_bf16_cpu,
 )
+from fsdp_tune.recipe.rules.trackers import missing
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER
@@ -36,7 +37,6 @@ from fsdp_tune.recipe.world import (
     budget_accumulation,
     data_ranks,
     described_sharing,
-    described_sizes,
     lanes_of,
     mesh_sizes,
     readers_of_rows,

@@ -21,7 +21,7 @@ from fsdp_tune.core.parent_death import die_with_launcher, die_with_parent
 from fsdp_tune.core.processes import open_standard_streams, reset_inherited
 from fsdp_tune.launch.command.accelerate import EARLY
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.launch_files import EarlyStart
+from fsdp_tune.run.early_start import EarlyStart
 from fsdp_tune.worker import rank as ranks
 
 POLL_SECONDS = 0.02

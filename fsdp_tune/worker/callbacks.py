@@ -5,33 +5,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import psutil
-import torch
-import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.errors import ExitReason, failed_error
-from fsdp_tune.data.tokenise.chat import sample_prompts
-from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.model.generate import end_ids_of, generate
-from fsdp_tune.model.kernels.install import CompileClock, expected_graphs
 from fsdp_tune.model.shard.local import bare_class
-from fsdp_tune.model.shard.wrap import outside_step
-from fsdp_tune.model.step import compute_context
-from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.event_parts import GeneratedSample
-from fsdp_tune.run.events import CheckpointProbed, Compiled, CompileFallback, FirstStep, SamplesGenerated, Stopping, TrainStarted
+from fsdp_tune.run.events import CheckpointProbed, FirstStep, Stopping, TrainStarted
 from fsdp_tune.run.records import LiveState, ReadBack
 from fsdp_tune.worker.agreement import StopVote, gather
-from fsdp_tune.worker.checkpoint.state import trainer_state_json
+from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
-from fsdp_tune.worker.rank import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
 from fsdp_tune.worker.readback.isolation import (
     Deviations,
     allowed_deviation,
@@ -44,6 +32,7 @@ from fsdp_tune.worker.readback.isolation import (
 from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
 from fsdp_tune.worker.readback.trained import gathered_difference
 from fsdp_tune.worker.readback.witness import Witness
+from fsdp_tune.worker.stop_request import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
 
 RECENT_STEPS = 50
 """The slowest of these is the time that a step may take."""
@@ -202,93 +191,3 @@ def startup_seconds(heartbeat: HeartbeatWriter) -> dict[str, float]:
     rank = psutil.Process()
     born, launcher_born = rank.create_time(), psutil.Process(rank.ppid()).create_time()
     return {"launching": born - launcher_born, "starting Python": heartbeat.began_at - born, **heartbeat.phase_seconds}
-
-
-# ---- Report compile time as an event, outside the time of steps, and warn of recompilation and fallback.
-
-
-class CompileReport(AttachedCallback):
-    """Report after each step what the compiler did. `say` prints a plain line on rank 0."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._clock = CompileClock()
-        self._seconds, self._graphs = 0.0, 0
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        for function in self._clock.take_fallbacks():
-            message = f"{function} was recompiled too often and now runs uncompiled where no graph fits"
-            self.trainer.parts.metrics.event(CompileFallback(state.global_step, message))
-            self._say(f"WARNING: {message}; TORCH_LOGS=recompiles shows why")
-        seconds, graphs = self._clock.seconds - self._seconds, self._clock.graphs
-        if graphs == self._graphs:
-            return
-        self._seconds, self._graphs = self._clock.seconds, graphs
-        self.trainer.lines.leave_out(seconds)
-        self.trainer.parts.metrics.event(Compiled(state.global_step, seconds, graphs))
-        expected = expected_graphs(self.trainer.parts.recipe, [layer for _, layer in self.trainer.parts.loaded.layers])
-        again = f"; {graphs} graphs by now, where {expected} were expected" if graphs > expected else ""
-        self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")
-
-
-# ---- Samples: text generated with the model in training, every `training.sample.every` steps, on all ranks together.
-
-
-class Samples(AttachedCallback):
-    """Generate after each N-th step and the last one, and write the event `samples`.
-
-    The prompts are split over the ranks. Every rank runs as many forwards as the one that generates longest, since each forward gathers
-    the units. Generators are restored, so training continues as if nothing had been generated.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        assert recipe.training.sample is not None
-        self._recipe, self._sample = recipe, recipe.training.sample
-        self._encoder = load_encoder(recipe)
-        self._prompts = sample_prompts(recipe, self._encoder)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        step, is_last = state.global_step, state.global_step >= state.max_steps
-        if not is_last and (step % self._sample.every or control.should_training_stop):
-            return  # after a stop signal there may be no time
-        parts = self.trainer.parts
-        started = time.monotonic()
-        with parts.heartbeat.during("sampling", step):
-            answers = self._generate(args.device)
-        seconds = time.monotonic() - started
-        self.trainer.lines.leave_out(seconds)
-        samples = [GeneratedSample(self._encoder.decode(prompt), text) for prompt, text in zip(self._prompts, answers, strict=True)]
-        parts.metrics.event(SamplesGenerated(step, seconds, samples))
-
-    def _generate(self, device: torch.device) -> list[str]:
-        """Return the text that follows each prompt."""
-        wrapped, topology = self.trainer.wrapped, self._recipe.topology
-        rank, size = topology.data_rank(dist.get_rank()), topology.data_size
-        own = {index: self._prompts[index] for index in range(rank, len(self._prompts), size)}
-        prompts = list(own.values()) or self._prompts[:1]  # a rank without a prompt takes part in the forwards
-        model = self.trainer.parts.loaded.model
-        ends = {self._encoder.eos_id, *end_ids_of(model)}
-        wrapped.eval()
-        with outside_step(wrapped, device), compute_context(self._recipe, device.type), self._uncompiled():
-            new = generate(
-                wrapped,
-                prompts,
-                max_new_tokens=self._sample.max_new_tokens,
-                end_ids=ends,
-                pad_id=self._encoder.pad_id,
-                device=device,
-                all_finished=_all_ranks,
-            )
-        wrapped.train()
-        found = {index: tokens for ranks in gather(dict(zip(own, new, strict=False))) for index, tokens in ranks.items()}
-        return [self._encoder.decode([token for token in found[index] if token not in ends]) for index in sorted(found)]
-
-    def _uncompiled(self) -> AbstractContextManager[Any]:
-        """Run compiled layers uncompiled: each length of the cache would be compiled again."""
-        return torch.compiler.set_stance("force_eager") if self._recipe.kernels.compile else nullcontext()
-
-
-def _all_ranks(is_finished: bool) -> bool:  # noqa: FBT001  a callback of `generate`
-    unfinished = torch.tensor(int(not is_finished))
-    dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)
-    return not unfinished.item()

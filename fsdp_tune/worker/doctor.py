@@ -27,7 +27,8 @@ from pydantic import TypeAdapter
 
 from fsdp_tune.core.atomic import DISK, write_file, write_json
 from fsdp_tune.core.devices import gpu_states, host, versions
-from fsdp_tune.core.errors import PEER_LOST, FailedError, FsdpTuneError, Problem
+from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
+from fsdp_tune.core.library_errors import PEER_LOST
 from fsdp_tune.core.ownership import LOCKLESS
 from fsdp_tune.core.parent_death import die_with_launcher
 from fsdp_tune.core.processes import open_standard_streams
@@ -39,7 +40,7 @@ from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import describe_base, digest_of_samples
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import (
+from fsdp_tune.run.health_files import (
     CollectiveTime,
     HealthFiles,
     HealthRequest,
@@ -170,7 +171,7 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
 
 def _difference(recipe: Recipe, machine: int, *, is_first_here: bool) -> str | None:
     """Return how this machine differs from the first, versions apart; None if it does not, or if it is not its first rank. Collective."""
-    from fsdp_tune.launch.machines.machine import difference, identity_of
+    from fsdp_tune.launch.machines.identity import difference, identity_of
     from fsdp_tune.worker.agreement import gather
 
     mine = replace(identity_of(recipe, os.environ), versions={}) if is_first_here else None  # versions are a check of their own

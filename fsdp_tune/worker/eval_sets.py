@@ -15,10 +15,10 @@ from torch.utils.data import BatchSampler
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import IGNORE_INDEX, RowStore
 from fsdp_tune.model.sequence_parallel import rows_known
-from fsdp_tune.model.shard.wrap import outside_step
+from fsdp_tune.model.shard.gathered import outside_step
 from fsdp_tune.model.step import compute_context, micro_batch_loss, model_inputs, shift_labels
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.worker.rows.training_rows import Collator, eval_batches, loader
+from fsdp_tune.worker.rows.batches import Collator, eval_batches, loader
 
 
 class _Fixed(BatchSampler):

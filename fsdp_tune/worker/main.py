@@ -15,24 +15,19 @@ from typing import TYPE_CHECKING
 
 from fsdp_tune.core.clocks import seconds_since_boot
 from fsdp_tune.core.devices import lost_devices
-from fsdp_tune.core.errors import (
-    EXIT_CODE_OF_REASON,
-    PEER_LOST,
-    ExitCode,
-    ExitReason,
-    FsdpTuneError,
-    Problem,
-    as_os_error,
-    device_failure,
-    device_fault,
-)
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.core.gpu_failures import device_failure, device_fault
+from fsdp_tune.core.library_errors import PEER_LOST, as_os_error
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import LAUNCH_VARIABLE, LaunchRecord, Outcome
-from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, dump
-from fsdp_tune.worker.observe.trackers import continue_tracker_runs
-from fsdp_tune.worker.rank import Rank, StoppedEarly, StopRequest, configure_accelerate, end_loader_processes, start_process_group
+from fsdp_tune.run.launch_files import LaunchRecord
+from fsdp_tune.run.rank_files import LAUNCH_VARIABLE, Outcome
+from fsdp_tune.worker.observe.flight_recorder import dump
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
+from fsdp_tune.worker.observe.tracker_ids import continue_tracker_runs
+from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
+from fsdp_tune.worker.stop_request import StoppedEarly, StopRequest, end_loader_processes
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer

@@ -1,28 +1,20 @@
-"""This process: its rank, its device, its process group, its log file, and the requests to stop that reach it.
-
-Signals and `launch.max_runtime` become a request to stop; the ranks agree on the step, save and exit.
-"""
+"""This process: its rank, its device, its process group, its log file, and the requests to stop that reach it."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
-import signal
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from fsdp_tune.core.atomic import PRIVATE_MODE
 from fsdp_tune.core.devices import lost_devices, this_machine
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, usage_error
+from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.parent_death import LAUNCHER_PID
-from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import manual_commands
@@ -34,8 +26,12 @@ from fsdp_tune.run.launch_files import train_command
 
 COLLECTIVE_MARGIN_SECONDS = 300
 """Beyond `launch.hang_timeout`, for ranks that were started by hand."""
+
+
 SUPERVISED_DAYS = 7
 """torch's own limit runs on while a job is suspended. Where there is a supervisor, which does not count that time, it alone judges."""
+
+
 LAZY_GLOO_RANKS = 128
 """From here on gloo connects two ranks when they first exchange something (ProcessGroupGloo.hpp, torch 2.11).
 
@@ -97,6 +93,8 @@ def set_environment(recipe: Recipe, run: RunDir) -> None:
 
 
 FLIGHT_ENTRIES = 2000
+
+
 FLIGHT_FILE_PREFIX = "rank_"  # torchfrtrace reads the rank after the underscore
 
 
@@ -229,89 +227,3 @@ def configure_accelerate(recipe: Recipe) -> None:
     state = PartialState(cpu=on_cpu)
     if on_cpu and recipe.is_sharded:
         state.distributed_type = DistributedType.MULTI_GPU
-
-
-# Ordered: if ranks differ, the largest code wins.
-STOP_REASONS: dict[int, ExitReason] = {
-    1: ExitReason.MAX_RUNTIME,
-    2: ExitReason.PREEMPTED,
-    3: ExitReason.INTERRUPTED,
-    4: ExitReason.FAILED,
-}
-SAVE_AND_FAIL = 4
-"""What only this rank can no longer do (write metrics.jsonl) ends the run, once all have saved."""
-_REQUEST_OF_SIGNAL = {signal.SIGTERM: 2, signal.SIGUSR1: 2, signal.SIGHUP: 2, signal.SIGINT: 3}
-# One Ctrl-C reaches a rank several times: from the terminal, from the launcher, from its agent.
-ECHO_SECONDS = 2.0
-MARGIN_SECONDS = 5.0
-"""Reserve for unmeasured work: writing the outcome, ending the processes."""
-
-
-def ignore_stop_signals(_worker: int) -> None:
-    """Ignore stop signals in loader processes: a launcher signals the process group of a rank, and the last steps still need batches."""
-    for number in _REQUEST_OF_SIGNAL:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def end_loader_processes() -> None:
-    """Kill the processes of the data loader at the end of a rank. Waiting for them, as the interpreter does, would take for ever: it
-    sends SIGTERM, which they ignore."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when one of them is killed
-    for child in multiprocessing.active_children():
-        child.kill()
-
-
-class StoppedEarly(BaseException):
-    """A signal before there was anything to save: exit at once."""
-
-    def __init__(self, reason: ExitReason) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-def seconds_to_stop(step_seconds: float, evaluation_seconds: float, save_seconds: float) -> float:
-    """Return how long before its deadline a rank must vote to stop, given the slowest step, evaluation and save so far.
-
-    A vote is read one step after it is cast, and a rank that does not vote now votes one step later: two steps. An evaluation may be
-    due in between. The last save may have to wait for one in flight.
-    """
-    return MARGIN_SECONDS + 2 * step_seconds + evaluation_seconds + 2 * save_seconds
-
-
-class StopRequest:
-    """The stop requested of this rank: 0 for none, else a key of STOP_REASONS.
-
-    Until `training` is set, the first signal ends the process at once. `deadline` is on the monotonic clock.
-    """
-
-    def __init__(self, deadline: float | None = None) -> None:
-        self._signal = 0
-        self._first: float | None = None
-        self._deadline = deadline
-        self.training = False
-        self.reserve_seconds = MARGIN_SECONDS
-        """How long before the deadline to vote for the stop; see `seconds_to_stop`."""
-
-    def install(self) -> None:
-        for number in without_ignored(_REQUEST_OF_SIGNAL):
-            signal.signal(number, self._handle)
-
-    def end(self) -> None:
-        """Ignore signals from now on: this rank is about to exit, and its outcome must still be written."""
-        for number in _REQUEST_OF_SIGNAL:
-            signal.signal(number, signal.SIG_IGN)
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._first is not None and now - self._first > ECHO_SECONDS:
-            # A second signal: stop without saving. Older checkpoints are kept.
-            os._exit(EXIT_CODE_OF_REASON[STOP_REASONS[_REQUEST_OF_SIGNAL[signal.Signals(number)]]])
-        if self._first is None and not self.training:
-            self._first = now
-            raise StoppedEarly(STOP_REASONS[_REQUEST_OF_SIGNAL[signal.Signals(number)]])
-        self._first = self._first or now
-        self._signal = max(self._signal, _REQUEST_OF_SIGNAL[signal.Signals(number)])
-
-    def code(self) -> int:
-        late = self._deadline is not None and time.monotonic() > self._deadline - self.reserve_seconds
-        return max(self._signal, 1 if late else 0)

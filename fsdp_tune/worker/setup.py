@@ -10,51 +10,59 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.account import mean_tokens
-from fsdp_tune.data.batches import budget_of
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.row_order import RowOrder
 from fsdp_tune.data.row_record import ROWS_FACT, record_of
 from fsdp_tune.data.store import RowStore, evaluation_hashes
-from fsdp_tune.data.stream.row_stream import open_stream, refuse_changed_files
+from fsdp_tune.data.stream.row_stream import open_stream
+from fsdp_tune.data.stream.units import refuse_changed_files
+from fsdp_tune.data.token_budget import budget_of
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.attention import has_variable_lengths
-from fsdp_tune.model.kernels.head import loss_kernel_of
+from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
 from fsdp_tune.model.loading.assemble import Loaded, load
 from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight
-from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.references import find_extension, from_run, without_adapter
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, TRAINING_FIELDS, training_value
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import TRAINER_STATE, Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.events import CheckpointFailed, CheckpointSaved, RotationFailed, TrackerFailed, TrainFinished
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.agreement import all_or_none, from_rank0
-from fsdp_tune.worker.callbacks import CompileReport, RunCallback, Samples
+from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.exchange import ScatteredFiles, leads_machine, scattered_checkpoint, weights_to_first_machine
-from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, trainer_state_facts
-from fsdp_tune.worker.checkpoint.state import VISIBLE_SECONDS, Live, agreed_checkpoint
+from fsdp_tune.worker.checkpoint.restore import VISIBLE_SECONDS, agreed_checkpoint
+from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
+from fsdp_tune.worker.checkpoint.state import Live
+from fsdp_tune.worker.compile_events import CompileReport
 from fsdp_tune.worker.observe import trackers
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
-from fsdp_tune.worker.observe.step_phases import Profile, StepProgress
+from fsdp_tune.worker.observe.profile import Profile
+from fsdp_tune.worker.observe.step_phases import StepProgress
 from fsdp_tune.worker.observe.stragglers import Stragglers
-from fsdp_tune.worker.observe.trackers import keep_id
-from fsdp_tune.worker.rank import Rank, StopRequest, share_time_limit
+from fsdp_tune.worker.observe.tracker_ids import keep_id
+from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
+from fsdp_tune.worker.rows.batches import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.rows.streamed_rows import StreamedRows
-from fsdp_tune.worker.rows.training_rows import ByTokens, Collator, MicroBatches, PreparedRows, SourceTokens, TrainingRows
+from fsdp_tune.worker.rows.training_rows import PreparedRows, SourceTokens, TrainingRows
+from fsdp_tune.worker.samples import Samples
 from fsdp_tune.worker.step_observer import StepObserver
+from fsdp_tune.worker.stop_request import StopRequest
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
+from fsdp_tune.worker.training_arguments import training_arguments
 
 
 def build_trainer(
@@ -284,7 +292,7 @@ def close(trainer: FsdpTrainer, *, is_finished: bool) -> None:
     checkpointer = trainer.checkpointer
     checkpointer.wait()
     if checkpointer.last_step != trainer.state.global_step:
-        from fsdp_tune.worker.checkpoint.state import trainer_state_json
+        from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 
         failures: list[Saved] = []
         checkpointer.report = failures.append
@@ -328,41 +336,3 @@ def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
         "checkpoint": str(trainer.checkpointer.run.checkpoint(step)) if step is not None else None,
         "seconds": time.time() - started,
     }
-
-
-# ---- Recipe → TrainingArguments of transformers: fields of the recipe pass through; what the ranks do themselves is switched off.
-
-
-def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
-    """The arguments of a resolved recipe. Needs the process group and Accelerate's configured state."""
-    ours = type(recipe.training).model_fields.keys() - TRAINING_FIELDS.fields.keys()
-    fields: dict[str, Any] = {name: value for name, value in recipe.training.model_dump().items() if name not in ours}
-    fields |= {
-        "output_dir": str(run.path),
-        "run_name": recipe.name,
-        "use_cpu": recipe.launch.device == "cpu",
-        "accelerator_config": {
-            "use_configured_state": True,
-            # Reducing after every micro-batch is about sharded gradients; under DDP it would only cost traffic.
-            "gradient_accumulation_kwargs": {"sync_each_batch": recipe.fsdp.sync_each_batch and recipe.is_sharded},
-        },
-        "fsdp": recipe.is_sharded,
-        "fsdp_config": {"version": recipe.fsdp.version},
-        "logging_nan_inf_filter": False,  # it hides a NaN as the mean of the losses before it, and syncs every micro-batch
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "ignore_data_skip": recipe.data.streaming,  # lanes go on where they were; there are no batches to skip
-        "log_level": "warning",
-        "push_to_hub": False,  # merged/ is pushed once, after the merge
-        "dataloader_pin_memory": recipe.launch.device == "cuda",
-    }
-    fields = {name: value for name, value in fields.items() if value is not None or name == "data_seed"}
-    # Only `worker.checkpoint.save` deletes checkpoints: with a limit of 1, `Trainer._finalize_training` removes all but the best.
-    fields["save_total_limit"] = None
-    own_optimizer = fields.pop("optim") if fields.get("optim") in OWN_VALUES["OptimizerNames"] else None
-    arguments = TrainingArguments(**fields)
-    arguments.optim = own_optimizer or arguments.optim  # for trackers: the trainer creates the optimizer from the recipe
-    if arguments.fsdp:
-        # TrainingArguments translates `fsdp_config` and drops unknown fields: pass the plugin its own arguments.
-        arguments.fsdp_plugin_args = plugin_kwargs(recipe)
-    return arguments

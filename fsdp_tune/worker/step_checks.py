@@ -42,11 +42,12 @@ from fsdp_tune.run.events import (
 )
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.rows.training_rows import Batch, TrainingRows
+from fsdp_tune.worker.rows.batches import Batch
+from fsdp_tune.worker.rows.training_rows import TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
 
 if TYPE_CHECKING:
-    from fsdp_tune.worker.rows.training_rows import Batch
+    from fsdp_tune.worker.rows.batches import Batch
 
 FP16_SKIPS_IN_A_ROW = 20
 

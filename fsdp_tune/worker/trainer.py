@@ -24,7 +24,7 @@ from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.internals.transformers_internals import require_trainer_hooks
 from fsdp_tune.model.loading.assemble import Loaded
-from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.optim.muon import build_optimizer
 from fsdp_tune.model.shard.recompute import RecomputationCheck
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -33,22 +33,23 @@ from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning, 
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather, stop_on
-from fsdp_tune.worker.checkpoint.save import Checkpointer
-from fsdp_tune.worker.checkpoint.state import (
+from fsdp_tune.worker.checkpoint.restore import (
     restore_model,
     restore_optimizer,
     restore_own,
     restore_rng,
     restore_schedule,
-    seed_for_rank,
     trainer_state_json,
 )
+from fsdp_tune.worker.checkpoint.save import Checkpointer
+from fsdp_tune.worker.checkpoint.state import seed_for_rank
 from fsdp_tune.worker.eval_sets import Metric, evaluate_sets
 from fsdp_tune.worker.observe import metrics
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import Lines, device_peak_flops, model_size
-from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited
-from fsdp_tune.worker.rows.training_rows import Batch, Collator, TrainingRows
+from fsdp_tune.worker.readback.dtype_audit import DtypeAudit, warnings_of, why_not_audited
+from fsdp_tune.worker.rows.batches import Batch, Collator
+from fsdp_tune.worker.rows.training_rows import TrainingRows
 from fsdp_tune.worker.step_checks import CurveWatch, GradientGate, RecentBatches
 from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
 

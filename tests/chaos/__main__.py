@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import read_outcome
+from fsdp_tune.run.rank_files import read_outcome
 from tests.chaos import page
 from tests.chaos.draw import MOST_IN_A_ROW, PHASES, Disturbance, Setting, Tally, draw_start, kinds_on
 from tests.chaos.ends import Attempt, judge

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.cli.env import known_bad, version_tuple
+from fsdp_tune.cli.known_combinations import known_bad, version_tuple
 from fsdp_tune.core.devices import accelerate_default_config, host, versions
 from tests.cli.conftest import Cli, document
 

@@ -13,8 +13,8 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
-from fsdp_tune.run.launch_files import Outcome, Verdict
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_data
+from fsdp_tune.run.rank_files import Outcome, Verdict
 from tests.cli.in_process import errors, invoke
 from tests.pages.written import training_line, written
 from tests.time_limit import limited

@@ -272,7 +272,7 @@ def test_sweep_is_an_array_of_the_runs_that_have_not_finished(slurm: FakeSlurm, 
 def test_script_that_is_only_printed_has_notices_for_what_the_cluster_needs(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_tune.recipe.rules.launch._is_installed", lambda _module: False)
+    monkeypatch.setattr("fsdp_tune.recipe.rules.trackers._is_installed", lambda _module: False)
     recipe = tmp_path / "cluster.yaml"
     recipe.write_text(
         "model: {name_or_path: /cluster/model}\ndata: {train: [{path: /cluster/rows.jsonl}]}\n"

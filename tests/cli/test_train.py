@@ -20,8 +20,8 @@ from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.recipe.read.loader import catalogue
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
-from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.manifest import read_manifest
+from fsdp_tune.run.rank_files import Verdict
 from tests.cli.conftest import Cli, document
 from tests.cli.in_process import answer, errors, invoke, settings
 from tests.cli.inspection import fake_model  # noqa: F401  a fixture

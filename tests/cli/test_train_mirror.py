@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import read_heartbeat
 from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.rank_files import read_heartbeat
 from tests.cli.conftest import Done
 from tests.cli.in_process import invoke, settings_of
 from tests.cli.inspection import fake_model  # noqa: F401  a fixture

@@ -490,7 +490,7 @@ def test_stage_is_not_checked_with_values_that_the_user_did_not_mean(text: str, 
 @pytest.mark.usefixtures("fake_model")
 def test_what_an_imported_recipe_lacks_here_is_a_notice_and_its_mistakes_are_errors(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rule for model, tokenizer, rows and packages; without the first line the file is for this machine."""
-    monkeypatch.setattr("fsdp_tune.recipe.rules.launch._is_installed", lambda _module: False)
+    monkeypatch.setattr("fsdp_tune.recipe.rules.trackers._is_installed", lambda _module: False)
     text = "model: {name_or_path: /cluster/model}\ndata: {train: [{path: /cluster/rows.jsonl}]}\n"
     text += "training: {report_to: [wandb]}\nlaunch: {num_processes: 2}\n"
     codes = {"not-found", "data-not-found", "tracker-not-installed"}

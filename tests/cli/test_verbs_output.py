@@ -13,7 +13,8 @@ import typer
 
 from fsdp_tune.cli.verbs import Screen, command, printable
 from fsdp_tune.core import atomic
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, rust_errors_as_os_errors, usage_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.data.read.file_access import builtin_tokenizer
 from tests.cli.forked import command as started
 from tests.cli.forked import ended as ended_fork

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.core.errors import device_failure, device_fault
+from fsdp_tune.core.gpu_failures import device_failure, device_fault
 
 HINTS = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
 

@@ -111,7 +111,7 @@ def dequantise() -> None:
 
 def decoder_layer() -> None:
     """A layer's forward and backward as `kernels.compile` has them, with recomputation."""
-    from fsdp_tune.model.kernels.install import compile_layers
+    from fsdp_tune.model.kernels.compiled import compile_layers
     from fsdp_tune.model.loading.construct import build_empty
     from fsdp_tune.model.shard.recompute import recompute_activations
     from tests.model.recipes import recipe_of

@@ -10,18 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.batches import (
-    WINDOW_ROWS,
-    TokenBudget,
-    collate,
-    epoch_order,
-    filling,
-    filling_lines,
-    rank_micro_batches,
-    splitmix64,
-    token_micro_batches,
-)
+from fsdp_tune.data.batches import WINDOW_ROWS, epoch_order, rank_micro_batches, splitmix64
+from fsdp_tune.data.collate import collate
 from fsdp_tune.data.store import Int32, Int64, Row
+from fsdp_tune.data.token_budget import TokenBudget, filling, filling_lines, token_micro_batches
 from tests.parity.store import make_store
 from tests.planner.recipes import resolved
 

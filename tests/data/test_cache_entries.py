@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
 from fsdp_tune.core.ownership import owned
-from fsdp_tune.data import cache
+from fsdp_tune.data import cache_entries
 from fsdp_tune.data.cache import alone
 from fsdp_tune.data.preparation import Prepared, prepare
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -39,7 +39,7 @@ def removed(document: dict[str, Any]) -> list[str]:
 @pytest.fixture(autouse=True)
 def _long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses of a test are not those of a run that is about to start."""
-    monkeypatch.setattr(cache, "STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(cache_entries, "STARTING_SECONDS", 0.0)
 
 
 def test_entries_are_listed_with_size_content_and_last_use(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_clean_keeps_the_entry_of_a_live_run_and_removes_it_when_the_run_has_end
 
 
 def test_clean_keeps_entry_of_starting_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "STARTING_SECONDS", 60.0)
+    monkeypatch.setattr(cache_entries, "STARTING_SECONDS", 60.0)
     starting, prepared_only = used(tmp_path, "a", tmp_path / "run"), used(tmp_path, "b")
     assert removed(run_cache(tmp_path, "clean")) == [prepared_only.path]
     assert len(rows_of(starting)) == 9

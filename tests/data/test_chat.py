@@ -15,7 +15,7 @@ from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise import chat as chat_module
 from fsdp_tune.data.tokenise.chat import render_chat
-from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens
+from fsdp_tune.data.tokenise.conversations import ChatTokens, chat_tokens
 from tests.data.support import CHATML, ByteEncoder
 
 LLAMA2 = (

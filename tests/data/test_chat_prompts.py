@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.tokenise import chat as chat_module
-from fsdp_tune.data.tokenise.chat import sample_prompts
+from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.data.support import CHATML, ByteEncoder
 

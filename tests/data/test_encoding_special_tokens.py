@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_tune.data.format.formats import FormatSettings
 from fsdp_tune.data.report import NamedRows
-from fsdp_tune.data.tokenise.encoding import SpecialTokens
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser
+from fsdp_tune.data.tokenise.special_tokens import SpecialTokens
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from tests.data.support import CHATML, ByteEncoder
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.data.format.formats import Chat, FormatSettings, Ids, LabelledText, Text, matching_formats
-from fsdp_tune.data.format.row_account import Note
+from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.read.row_files import RowError
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}

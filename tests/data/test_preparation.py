@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
 from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
 from fsdp_tune.data.report import BeginTokens, NamedRows, ReportedExample, Spread
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.data.stream.row_stream import StreamUnit
+from fsdp_tune.data.stream.units import StreamUnit
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, recipe_for, rows_of, write_jsonl
 

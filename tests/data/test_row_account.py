@@ -17,7 +17,8 @@ import yaml
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.account import key_lines
 from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Chat, FormatSettings, Ids, matching_formats
-from fsdp_tune.data.format.row_account import MARKS, METADATA, NESTED_METADATA, TOKEN_MASKS, KeyUse
+from fsdp_tune.data.format.row_account import METADATA, NESTED_METADATA, KeyUse
+from fsdp_tune.data.format.row_marks import MARKS, TOKEN_MASKS
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import KeyAccount

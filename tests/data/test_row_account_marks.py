@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, Ids
-from fsdp_tune.data.format.row_account import FLAGS, MARKS, NUMBERS, TOKEN_MASKS
+from fsdp_tune.data.format.row_marks import FLAGS, MARKS, NUMBERS, TOKEN_MASKS
 from fsdp_tune.data.read.row_files import RowError
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
 

@@ -22,7 +22,7 @@ from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.row_order import Attempt, RowOrder
 from fsdp_tune.data.skipped_rows import NamedRow, SkippedRow, read_named_rows
 from fsdp_tune.data.store import Row, RowStore
-from fsdp_tune.data.stream.row_stream import stream_units
+from fsdp_tune.data.stream.units import stream_units
 from tests.data.streams import read, rows_of_run, stream_of
 from tests.data.support import prepared, recipe_for, write_jsonl
 from tests.data.test_row_stream import server  # noqa: F401  a fixture

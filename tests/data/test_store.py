@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fsdp_tune.core.errors import FailedError
-from fsdp_tune.data.batches import collate, cumulative_lengths, padded_width
 from fsdp_tune.data.build import StoreWriter
+from fsdp_tune.data.collate import collate, cumulative_lengths, padded_width
 from fsdp_tune.data.store import IGNORE_INDEX, STORE_KIND, Row, RowStore
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 

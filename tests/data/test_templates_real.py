@@ -15,7 +15,7 @@ import pytest
 from fsdp_tune.data.format.formats import Chat, FormatSettings
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.tokenise.chat import render_chat
-from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens
+from fsdp_tune.data.tokenise.conversations import ChatTokens, chat_tokens
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from tests.data.real_templates import PUBLISHED, Published

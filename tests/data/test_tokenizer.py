@@ -21,8 +21,9 @@ from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.format.templates import BUNDLED, bundled_text
 from fsdp_tune.data.read.file_access import builtin_rows, builtin_tokenizer
 from fsdp_tune.data.tokenise.chat import render_chat
-from fsdp_tune.data.tokenise.encoding import ChatTokens, chat_tokens
-from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer, save_tokenizer
+from fsdp_tune.data.tokenise.conversations import ChatTokens, chat_tokens
+from fsdp_tune.data.tokenise.exported_tokenizer import save_tokenizer
+from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 

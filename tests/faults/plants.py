@@ -35,14 +35,14 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "ranks choose a checkpoint independently",
-        "worker.checkpoint.state:agreed_checkpoint",
+        "worker.checkpoint.restore:agreed_checkpoint",
         replace("gather", "lambda mine: [mine]"),
         rows="F078",
     ),
-    plant("rotation deletes in place", "worker.checkpoint.save:rotate", value("hidden", "old.path"), drop("DISK.rename"), rows="F083"),
+    plant("rotation deletes in place", "worker.checkpoint.rotation:rotate", value("hidden", "old.path"), drop("DISK.rename"), rows="F083"),
     plant(
         "every hidden file removed as a leftover",
-        "worker.checkpoint.save:remove_leftovers",
+        "worker.checkpoint.rotation:remove_leftovers",
         replace("run.path.glob", "lambda _: run.path.glob('.*')"),
         rows="F089",
     ),
@@ -64,7 +64,7 @@ PLANTS: tuple[Plant, ...] = (
     # resume
     plant(
         "random generators not restored",
-        "worker.checkpoint.state:restore_rng",
+        "worker.checkpoint.restore:restore_rng",
         drop("set_rng_state"),
         rows="F091 F042 F092 F094 F095 F097 F100 F043 F064 F141",
         by=(
@@ -77,16 +77,16 @@ PLANTS: tuple[Plant, ...] = (
             "faults/test_train.py::signal_during_a_save_stops_after_it[60-cpu]",
         ),
     ),
-    plant("optimizer state not restored", "worker.checkpoint.state:restore_optimizer", drop("load_optimizer"), rows="F086 F095"),
+    plant("optimizer state not restored", "worker.checkpoint.restore:restore_optimizer", drop("load_optimizer"), rows="F086 F095"),
     plant(
         "schedule not restored",
-        "worker.checkpoint.state:restore_schedule",
+        "worker.checkpoint.restore:restore_schedule",
         statement("scheduler.base_lrs", "step = 0; _"),
         rows="F098 F091",
     ),
     plant(
         "every rank restores all metric sums",
-        "worker.checkpoint.state:restore_own",
+        "worker.checkpoint.restore:restore_own",
         statement("return sums", "return {**all_own[0], 'sums': sums}"),
         rows="F093",
     ),
@@ -99,7 +99,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "evaluation advances the training generator",
-        "model.shard.wrap:outside_step",
+        "model.shard.gathered:outside_step",
         replace("torch.random.fork_rng", "lambda *_, **__: (torch.rand(1), torch.no_grad())[1]"),  # one draw, not restored
         rows="F091 F064",
         by=(
@@ -123,7 +123,7 @@ PLANTS: tuple[Plant, ...] = (
         ),
     ),
     plant("children survive their parent", "core.parent_death:die_with_parent", never("libc.prctl"), rows="F066"),
-    plant("duplicate signal treated as a second one", "worker.rank", value("ECHO_SECONDS", "0.0"), rows="F063"),
+    plant("duplicate signal treated as a second one", "worker.stop_request", value("ECHO_SECONDS", "0.0"), rows="F063"),
     plant("tracker error ends the run", "worker.observe.trackers:Guarded._serve", catch("ZeroDivisionError"), rows="F069"),
     # numbers
     plant("nonfinite gradients applied", "worker.step_checks:GradientGate.check_pending", never("math.isfinite"), rows="F049 F050"),
@@ -172,12 +172,12 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("key overridden twice", "recipe.read.loader:_read_overrides", condition("_overlap", "_ and not path"), rows="F009"),
     # data
-    plant("lines counted from 0", "data.read.readers:_lines", value("number", "-1"), rows="F012"),
-    plant("byte order mark kept as text", "data.read.readers:_open_text", drop("file.read"), rows="F013"),
+    plant("lines counted from 0", "data.read.tar_rows:_lines", value("number", "-1"), rows="F012"),
+    plant("byte order mark kept as text", "data.read.tar_rows:_open_text", drop("file.read"), rows="F013"),
     plant("unpaired surrogates accepted", "data.read.row_files:_checked", never("UNPAIRED"), rows="F014"),
     plant("duplicate keys in a row accepted", "data.read.row_files:_unique", never("pairs"), rows="F015"),
-    plant("row size not limited", "data.read.readers:_lines", never("len MAX_ROW_BYTES"), rows="F017 F020"),
-    plant("CSV rows with a wrong field count accepted", "data.read.readers:_csv_row", never("fields header"), rows="F018"),
+    plant("row size not limited", "data.read.tar_rows:_lines", never("len MAX_ROW_BYTES"), rows="F017 F020"),
+    plant("CSV rows with a wrong field count accepted", "data.read.tar_rows:_csv_row", never("fields header"), rows="F018"),
     plant("directory written in place", "core.atomic:staging_path", result("_ if fills else final"), rows="F029 F102"),
     plant("data changed during reading accepted", "data.build:build_store", drop("data-changing"), rows="F028"),
     plant("too few rows accepted", "data.preparation:_refuse_few_rows", condition("rows wanted", "rows < 1"), rows="F019"),
@@ -195,7 +195,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "rank states unpickled without restriction",
-        "worker.checkpoint.state:restore_rng",
+        "worker.checkpoint.restore:restore_rng",
         value("weights_only", "False"),
         rows="F114",
         by=("faults/test_worlds.py::pickled_code_in_rank_state_is_not_run",),
@@ -206,7 +206,7 @@ PLANTS: tuple[Plant, ...] = (
     # merge
     plant(
         "merge checks only files next to the manifest",
-        "merge.integrity:_expected_files",
+        "merge.manifest_check:_expected_files",
         condition("path.is_relative_to", "path.parent == checkpoint"),
         rows="F104",
     ),
@@ -227,7 +227,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("existing output replaced", "merge.output_directory:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
     plant("differing ranks accepted", "launch.doctor_checks:differences", never("first"), rows="F032"),
-    plant("loader processes handle stop signals", "worker.rows.training_rows:loader", value("worker_init_fn", "None"), rows="F062"),
+    plant("loader processes handle stop signals", "worker.rows.batches:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "failed launch not restarted",
         "launch.supervise.attempts:is_transient",
@@ -289,7 +289,7 @@ PLANTS: tuple[Plant, ...] = (
     # data that is padded, what strangers send
     plant(
         "tokens equal to the padding id not trained",
-        "data.batches:collate",
+        "data.collate:collate",
         statement("row.labels", "_; labels[input_ids == pad_token_id] = IGNORE_INDEX"),
         rows="F023",
     ),
@@ -307,7 +307,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("missing machines not named", "launch.machines.launches:Machines.gather", always("present others"), rows="F031"),
     plant(
         "launcher traceback shown instead of the rank's",
-        "launch.supervise.rank_watch:first_exception",
+        "launch.supervise.judge:first_exception",
         replace("text.find", "text.rfind"),
         rows="F036",
     ),
@@ -317,7 +317,7 @@ PLANTS: tuple[Plant, ...] = (
         value("rank", "min(range(len(ranks)), key=own.__getitem__)"),
         rows="F045",
     ),
-    plant("unreadable row not named", "worker.rows.training_rows:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
+    plant("unreadable row not named", "worker.rows.batches:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
     plant(
         "metrics write error reported only at the end", "worker.callbacks:RunCallback.on_step_end", always("metrics.failure"), rows="F054"
     ),
@@ -331,7 +331,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "rank files found by a directory listing",
-        "worker.checkpoint.state:_rank_files",
+        "worker.checkpoint.restore:_rank_files",
         result("sorted(path.name for path in Path(checkpoint).glob(live_state.RANK_FILES))"),
         rows="F081",
     ),
@@ -355,7 +355,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("weights under a continued adapter not compared", "model.loading.adapter_files:check_base", never("differs_from"), rows="F127"),
     plant("contents of the base not in its digest", "run.base_model:digest_of_samples", drop("file.read"), rows="F128"),
     plant("method of an adapter not checked", "model.loading.adapter_files:_refuse_other_kinds", never("peft_type"), rows="F129"),
-    plant("target that hits nothing ignored", "model.adapters.lora:_chosen", never("found"), rows="F130"),
+    plant("target that hits nothing ignored", "model.adapters.targets:_chosen", never("found"), rows="F130"),
     plant("adapters without a gradient not noticed", "worker.readback.trained:adapters_without_gradient", never("_ABSENT"), rows="F131"),
     plant(
         "scale of adapters not compared",
@@ -367,7 +367,7 @@ PLANTS: tuple[Plant, ...] = (
     # surroundings
     plant(
         "pickles in archives loaded",
-        "data.read.readers:_members",
+        "data.read.tar_rows:_members",
         value("content", "__import__('pickle').load(archive.extractfile(member)) if ending == 'pkl' else _"),
         rows="F133",
         by=("data/test_row_stream.py::members_of_a_tar_are_grouped_and_pickles_are_not_loaded",),
@@ -382,7 +382,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("temporary directories of killed commands stay", "core.ownership:_remove_abandoned", never("is_ours read_owner"), rows="F136"),
     plant("unusable cache not refused", "jobs.recipes:_reason_unusable", catch("KeyError"), rows="F137"),
     plant("CPU time of containers ignored", "core.devices:_cpu_time", value("words", "['max']"), rows="F138"),
-    plant("full temporary directory ends the command", "launch.supervise.supervisor:start_early", catch("KeyError"), rows="F139"),
+    plant("full temporary directory ends the command", "launch.supervise.early_launch:start_early", catch("KeyError"), rows="F139"),
     plant("signals stay handled after a job", "core.processes:stop_signals_raise", statement("handler", "pass"), rows="F142"),
     plant("used port not noticed", "core.processes:port_refusal", drop("probe.bind"), rows="F140"),
     # devices
@@ -392,7 +392,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("fault of a GPU not recognised", "worker.main:_outcome_of", never("device_fault"), rows="F143"),
     plant(
         "message of the watchdog ignored",
-        "launch.supervise.rank_watch:native_end",
+        "launch.supervise.judge:native_end",
         result("None"),
         rows="F144",
         by=("launch/test_rank_watch_verdict.py::rank_that_the_watchdog_ended_has_its_message",),
@@ -411,5 +411,5 @@ PLANTS: tuple[Plant, ...] = (
         rows="F146",
         by=("recipe/test_resolve.py::fp8_on_an_old_gpu_is_refused_before_ranks_start",),
     ),
-    plant("rank does not wait for late files", "worker.checkpoint.state:_wait_until_visible", never("deadline"), rows="F081"),
+    plant("rank does not wait for late files", "worker.checkpoint.restore:_wait_until_visible", never("deadline"), rows="F081"),
 )

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.worker.agreement import from_rank0
-from fsdp_tune.worker.checkpoint import state
-from fsdp_tune.worker.checkpoint import state as resume
-from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, trainer_state_facts
+from fsdp_tune.worker.checkpoint import restore, state
+from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from tests.faults.disk import Fault, die, injected, short_writes, shown_late
@@ -197,15 +197,15 @@ def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
         if newest is None:
             found.append((None, True))
         else:
-            chosen = resume.agreed_checkpoint(str(newest.path), digests=True)
+            chosen = restore.agreed_checkpoint(str(newest.path), digests=True)
             assert chosen is not None
             state.load_model(live, chosen.path)
             state.load_optimizer(live, chosen.path)
-            resume.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
+            restore.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
             drawn = torch.rand(1, device=rank_device())
             torch.manual_seed(chosen.step)
             same = torch.equal(drawn, torch.rand(1, device=rank_device())) and is_at(live, chosen.step)
-            own = resume.restore_own(str(chosen.path))
+            own = restore.restore_own(str(chosen.path))
             found.append((chosen.step, same and own["sums"][0] == float(chosen.step)))
         save(path, THIRD, keep=None)
     return found
@@ -220,14 +220,14 @@ def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, w
     hiding = shown_late(checkpoint, seconds, by_name=by_name) if dist.get_rank() == late else contextlib.nullcontext()
     with hiding:
         try:
-            chosen = resume.agreed_checkpoint(str(checkpoint), digests=True, wait_seconds=wait_seconds)
+            chosen = restore.agreed_checkpoint(str(checkpoint), digests=True, wait_seconds=wait_seconds)
         except FsdpTuneError as error:
             return error.problems[0].code
         assert chosen is not None
         state.load_model(live, chosen.path)
         state.load_optimizer(live, chosen.path)
-        resume.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
-        drawn, own = torch.rand(1, device=rank_device()), resume.restore_own(str(chosen.path))
+        restore.restore_rng(str(chosen.path), 0, chosen.step, rank_device())
+        drawn, own = torch.rand(1, device=rank_device()), restore.restore_own(str(chosen.path))
     torch.manual_seed(chosen.step)
     same = torch.equal(drawn, torch.rand(1, device=rank_device())) and is_at(live, chosen.step) and own["sums"][0] == float(chosen.step)
     return "the same" if same else "something else"
@@ -241,7 +241,7 @@ def come_back_half_blind(checkpoint: Path, blind: int) -> str:
     unreadable = patch("fsdp_tune.worker.checkpoint.state.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
     try:
         with unreadable if dist.get_rank() == blind else contextlib.nullcontext():
-            resume.agreed_checkpoint(str(checkpoint), digests=True)
+            restore.agreed_checkpoint(str(checkpoint), digests=True)
     except FsdpTuneError as error:
         return error.problems[0].code
     return "accepted"
@@ -275,7 +275,7 @@ def many_saves(path: Path, saves: int) -> list[tuple[int, int, int]]:
 
 def drawn_after_coming_back(path: Path) -> float:
     """The first random number of this rank after it came back to a checkpoint of another number of ranks."""
-    resume.restore_rng(str(path), 7, ranks_step(path), rank_device())
+    restore.restore_rng(str(path), 7, ranks_step(path), rank_device())
     return float(torch.rand(1, device=rank_device()))
 
 
@@ -336,7 +336,7 @@ def train(
 
 @contextlib.contextmanager
 def _happening(happening: Happening) -> Iterator[None]:
-    from fsdp_tune.worker.callbacks import Samples
+    from fsdp_tune.worker.samples import Samples
     from fsdp_tune.worker.trainer import FsdpTrainer
 
     owner, name = (Samples, "_generate") if happening.phase == SAMPLE else (FsdpTrainer, PHASES[happening.phase])

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.sequence_parallel import packing_known
+from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.step import micro_batch_loss
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
-from fsdp_tune.worker.rows.training_rows import Collator
+from fsdp_tune.worker.rows.batches import Collator
 from tests.gpu.conftest import DEVICE, ON_CPU, Train, loss_lines, readback
 from tests.gpu.models import LLAMA
 from tests.model.test_attention_varlen import TESTED, model_of

@@ -16,7 +16,7 @@ from fsdp_tune.jobs import doctor
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.doctor_checks import HealthCheck, State
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.launch_files import HealthFiles
+from fsdp_tune.run.health_files import HealthFiles
 from tests.launch.test_accelerate import plan, resolved
 
 IDLE = GpuState(300 << 20, 0, 1980, 0, 700.0, 700.0, ())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fsdp_tune.cli.recipes import explain as command
+from fsdp_tune.cli.explain import explain as command
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.answers import CodeExplanation, CodeMessage, KeyExplanation
 from fsdp_tune.jobs.explain import error_codes, explain

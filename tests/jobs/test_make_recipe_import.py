@@ -10,7 +10,7 @@ import pytest
 
 import fsdp_tune
 from fsdp_tune.check.comparison.environments import ObservingChild
-from fsdp_tune.jobs.make_recipe import check_import
+from fsdp_tune.jobs.import_recipe import check_import
 from tests.jobs.sides import LLAMA, in_process
 from tests.recipe.foreign_files import ACCELERATE, AXOLOTL
 

@@ -7,8 +7,8 @@ import pytest
 
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import channel as channels
+from fsdp_tune.launch.machines import directories, store
 from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines import machine, store
 from fsdp_tune.launch.mirror.remote_run import RemoteRun
 from fsdp_tune.launch.supervise import hang, rank_watch, supervisor
 from fsdp_tune.run.directory import RunDir
@@ -58,8 +58,8 @@ def quick_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "WORK_SECONDS", 0.02)
     monkeypatch.setattr(machines, "SHARE_SECONDS", 20.0)
     monkeypatch.setattr(machines, "GATHER_SECONDS", 20.0)
-    monkeypatch.setattr(machine, "VISIBLE_SECONDS", 0.5)
-    monkeypatch.setattr(machine, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(directories, "VISIBLE_SECONDS", 0.5)
+    monkeypatch.setattr(directories, "READ_SECONDS", 0.01)
 
 
 @pytest.fixture

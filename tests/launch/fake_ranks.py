@@ -12,7 +12,7 @@ from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.orphans import children, left_over
 
 REPOSITORY = Path(__file__).resolve().parents[2]

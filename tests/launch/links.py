@@ -13,10 +13,10 @@ from unittest.mock import patch
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.channel import Channel
+from fsdp_tune.launch.machines.identity import Identity
 from fsdp_tune.launch.machines.launches import Machines
-from fsdp_tune.launch.machines.machine import Identity
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.rank_files import Verdict
 
 END = None
 

@@ -19,7 +19,7 @@ from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Supervisor
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.fake_ranks import SAVES_ON_SIGNAL, Parts, end_of, write_parts_of_ranks
 from tests.launch.recipes import resolved
 from tests.session import made_once

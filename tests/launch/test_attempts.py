@@ -15,8 +15,9 @@ from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.launch.supervise.attempts import Attempts, Failure, NewerCopy, Restart, decide, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import ResumeRequest, Verdict
+from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.fake_ranks import ENDS_WELL, FINISHED, Parts, PlanOf, end_of, ended, messages
 from tests.launch.recipes import resolved
 from tests.launch.written_runs import checkpoint, write_parts

@@ -23,7 +23,7 @@ from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
-from fsdp_tune.run.launch_files import Verdict, read_heartbeat
+from fsdp_tune.run.rank_files import Verdict, read_heartbeat
 from tests.conftest import REPOSITORY
 from tests.cuda.devices import on_devices
 from tests.cuda.environment import environment_on

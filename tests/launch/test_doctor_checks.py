@@ -17,7 +17,7 @@ from fsdp_tune.launch.doctor_checks import (
     judge_health,
     slow_ranks,
 )
-from fsdp_tune.run.launch_files import CollectiveTime, LinkTime, NetworkFacts, NetworkInterface, OutputFacts
+from fsdp_tune.run.health_files import CollectiveTime, LinkTime, NetworkFacts, NetworkInterface, OutputFacts
 
 OUTPUT = OutputFacts("/runs", None, 4, True, "works", 100 * GIB, 64 * MIB, 0.5)
 GPU = GpuState(300 * MIB, 0, 1980, 0, 700.0, 700.0, ())

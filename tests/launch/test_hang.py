@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.supervise.hang import find_location, hang_problem, late_ranks, main_thread, parse, report_text, waits_in
-from fsdp_tune.run.launch_files import Collective, RankState
+from fsdp_tune.launch.supervise.hang import hang_problem, late_ranks, report_text
+from fsdp_tune.launch.supervise.stack_dumps import find_location, main_thread, parse, waits_in
+from fsdp_tune.run.rank_files import Collective, RankState
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 ENTRY = ('  File "<frozen runpy>", line 88 in _run_code', '  File "<frozen runpy>", line 198 in _run_module_as_main')

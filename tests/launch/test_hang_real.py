@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.rank_files import Verdict
 from tests.cuda.devices import on_devices
 from tests.launch.test_attempts_real import launch, written
 from tests.parity.runs import lines

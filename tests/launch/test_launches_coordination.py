@@ -18,14 +18,13 @@ from fsdp_tune.core.errors import ExitReason, FsdpTuneError, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.resizing import announce_end
+from fsdp_tune.launch.machines import directories, store
 from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.machines import machine as one_machine
-from fsdp_tune.launch.machines import store
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise import supervisor as supervisors
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import RankState, Verdict
+from fsdp_tune.run.rank_files import RankState, Verdict
 from tests.launch.fake_ranks import FINISHED, PlanOf, ended
 from tests.launch.links import Answers, Play, failure_of, problem_of, start, until
 
@@ -146,7 +145,7 @@ def test_machine_that_does_not_see_the_run_directory_is_named(play: Play, tmp_pa
 
 
 def test_machine_waits_for_files_that_appear_late(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_machine, "VISIBLE_SECONDS", 20.0)
+    monkeypatch.setattr(directories, "VISIBLE_SECONDS", 20.0)
     late = RunDir(tmp_path / "late")
     late.path.mkdir()
     (late.path / "launch.json").write_text("{}")

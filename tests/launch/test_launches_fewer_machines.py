@@ -19,8 +19,8 @@ from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.supervise.attempts import Attempts, Resized
 from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.fake_ranks import PlanOf, ended, messages
 from tests.launch.links import Answers, Play, failure_of, problem_of, start, until
 from tests.launch.recipes import resolved

@@ -9,9 +9,10 @@ import pytest
 
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.launch.machines.channel import CountedBar
-from fsdp_tune.launch.machines.machine import Identity, combined, difference, identity_of
+from fsdp_tune.launch.machines.identity import Identity, difference, identity_of
+from fsdp_tune.launch.machines.verdicts import combined
 from fsdp_tune.launch.supervise.attempts import _final
-from fsdp_tune.run.launch_files import Verdict
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.fake_ranks import ended
 from tests.launch.links import identity
 from tests.launch.recipes import resolved

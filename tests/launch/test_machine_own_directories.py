@@ -19,11 +19,12 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.resizing import OwnRun, other_data
 from fsdp_tune.launch.machines import machine as machines
-from fsdp_tune.launch.machines import store
+from fsdp_tune.launch.machines import store, verdicts
+from fsdp_tune.launch.machines.directories import OwnDirectory
 from fsdp_tune.launch.machines.launches import Machines
-from fsdp_tune.launch.machines.machine import OwnDirectory
 from fsdp_tune.run.directory import Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
-from fsdp_tune.run.launch_files import ResumeRequest, Verdict
+from fsdp_tune.run.launch_files import ResumeRequest
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.links import Answers, CutStore, Network, identity, problem_of, start, until
 from tests.launch.written_runs import write_parts
 
@@ -88,7 +89,7 @@ def test_machine_that_cannot_install_the_files_ends_the_launch(play: OwnPlay) ->
     joining.all()
 
 
-ENDS = machines.verdict_of(FailedError(Problem("test", "ends")))
+ENDS = verdicts.verdict_of(FailedError(Problem("test", "ends")))
 
 
 def count_slowly(progress: Callable[[int], object]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.run.directory import RunDir, checkpoint_step, held_checkpoints
-from fsdp_tune.run.launch_files import Heartbeat, read_heartbeat
+from fsdp_tune.run.rank_files import Heartbeat, read_heartbeat
 from tests.conftest import REPOSITORY
 from tests.launch.test_attempts_real import environment, restarted
 from tests.parity.runs import lines, loss_lines

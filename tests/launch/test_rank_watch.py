@@ -14,7 +14,7 @@ from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.launch.supervise import rank_watch as watches
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Heartbeat, Outcome, clear
+from fsdp_tune.run.rank_files import Heartbeat, Outcome, clear
 
 LIMIT_SECONDS = 30.0
 PHASES = ["starting", "importing", "loading the model", "reading back", "training", "forward", "evaluating", "probing a save", "saving"]

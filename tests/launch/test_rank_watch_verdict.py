@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.launch.supervise.rank_watch import Death, LaunchObservation, first_exception, judge
+from fsdp_tune.launch.supervise.judge import Death, LaunchObservation, first_exception, judge
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Outcome, Verdict
+from fsdp_tune.run.rank_files import Outcome, Verdict
 
 RUN = RunDir(Path("/r"))
 KILLED_BY_9 = "E0101 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: /usr/bin/python"

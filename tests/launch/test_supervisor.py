@@ -27,8 +27,8 @@ from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Position, Supervisor
 from fsdp_tune.run import launch_files
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Verdict
 from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.fake_ranks import ENDS_WELL, FINISHED, SAVES_ON_SIGNAL, PlanOf, end_of, messages
 from tests.launch.links import until
 from tests.launch.orphans import children, left_over

@@ -11,7 +11,8 @@ import pytest
 
 from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.launch.command.accelerate import launch_plan
-from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Logged, Supervisor, start_early
+from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
+from fsdp_tune.launch.supervise.supervisor import Event, Logged, Supervisor
 from fsdp_tune.run.directory import RunDir
 from tests.launch.fake_ranks import ENDS_WELL, end_of, fake_plan, write_parts_of_ranks
 from tests.launch.links import until

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_tune.launch.supervise.supervisor import stop_line
-from fsdp_tune.run.launch_files import Heartbeat
+from fsdp_tune.run.rank_files import Heartbeat
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fsdp_tune.core.tensors.dtypes import Extent, is_row_major
 from fsdp_tune.merge.copy.gather import boxes, intersection
+from fsdp_tune.merge.read.dcp import gap_or_overlap, without_replicas
 from fsdp_tune.merge.read.reader import Chunk
-from fsdp_tune.merge.read.stored import gap_or_overlap, without_replicas
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 NOWHERE = Extent("", 0, (), 0, 0)

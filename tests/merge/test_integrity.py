@@ -13,7 +13,7 @@ import torch
 
 from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.merge import integrity, loaded
+from fsdp_tune.merge import load_check, loaded
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.source import MergeOptions
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
@@ -207,20 +207,20 @@ ANSWERS = {
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_output_that_transformers_refuses_is_not_published(kind, merged_gpt2, monkeypatch):
-    monkeypatch.setattr(integrity.Child, "answer", lambda _: ANSWERS[kind])
+    monkeypatch.setattr(load_check.Child, "answer", lambda _: ANSWERS[kind])
     with pytest.raises(FsdpTuneError) as caught:
-        integrity.load_and_run(merged_gpt2, allow_nonfinite=False)
+        load_check.load_and_run(merged_gpt2, allow_nonfinite=False)
     assert caught.value.exit_code == 1
 
 
 def test_killed_check_is_reported_with_its_signal(merged_gpt2, real_child):
-    with integrity.Child("forward", merged_gpt2) as child:
+    with load_check.Child("forward", merged_gpt2) as child:
         os.kill(child._process.pid, signal.SIGTERM)
         assert child.answer() == "its process was killed by SIGTERM"
 
 
 def test_child_process_answers_what_its_module_computes(real_child, merged_gpt2):
-    with integrity.Child("names", merged_gpt2) as child:
+    with load_check.Child("names", merged_gpt2) as child:
         assert child.answer() == loaded.main("names", merged_gpt2)
 
 

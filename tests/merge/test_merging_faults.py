@@ -25,7 +25,7 @@ import torch
 from fsdp_tune.core.atomic import Disk, stage_lock
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.ownership import announced, live_owner
-from fsdp_tune.merge import integrity
+from fsdp_tune.merge import manifest_check
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.read.reader import SourceFiles
 from fsdp_tune.merge.source import MergeOptions
@@ -327,12 +327,12 @@ def test_source_rotated_during_merge_is_merged_completely(tmp_path):
 
 def test_checkpoint_that_its_run_deletes_during_the_merge_is_reported_as_rotated(run, monkeypatch):
     """The digests read a few bytes at a time and open the file by its name again, so that no file of a thousand stays open."""
-    monkeypatch.setattr(integrity, "_TURN_BYTES", 64)
-    monkeypatch.setattr(integrity, "_READ_BYTES", 64)
+    monkeypatch.setattr(manifest_check, "_TURN_BYTES", 64)
+    monkeypatch.setattr(manifest_check, "_READ_BYTES", 64)
     rotated = threading.Event()
-    turn = integrity.ManifestCheck._turn
+    turn = manifest_check.ManifestCheck._turn
 
-    def after_rotation(self: integrity.ManifestCheck, one: integrity._Running, buffer: memoryview) -> bool:
+    def after_rotation(self: manifest_check.ManifestCheck, one: manifest_check._Running, buffer: memoryview) -> bool:
         if one.position:
             rotated.wait(30)
         return turn(self, one, buffer)
@@ -341,7 +341,7 @@ def test_checkpoint_that_its_run_deletes_during_the_merge_is_reported_as_rotated
         shutil.rmtree(run / "checkpoint-1")
         rotated.set()
 
-    monkeypatch.setattr(integrity.ManifestCheck, "_turn", after_rotation)
+    monkeypatch.setattr(manifest_check.ManifestCheck, "_turn", after_rotation)
     with pytest.raises(FsdpTuneError, match="checkpoint-1 was deleted while it was being merged") as caught:
         merge_checkpoint(run, OPTIONS, Interrupting(rotate_away))
     assert [problem.code for problem in caught.value.problems] == ["merge-rotated-away"]
@@ -400,7 +400,7 @@ def test_signal_leaves_no_partial_model(tmp_path, number):
 CHECKING = """
 import sys, time
 from pathlib import Path
-from fsdp_tune.merge.integrity import Child
+from fsdp_tune.merge.load_check import Child
 with Child("forward", Path(sys.argv[1])):
     print("started", flush=True)
     time.sleep(60)

@@ -12,7 +12,7 @@ import torch
 from fsdp_tune.core.atomic import Disk
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.copy import gather, write
-from fsdp_tune.merge.copy.write import PAGE_BYTES
+from fsdp_tune.merge.copy.layout import PAGE_BYTES
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.read.reader import is_cold
 from fsdp_tune.merge.source import MergeOptions

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.optim import adamw
-from fsdp_tune.model.optim.adamw import LeanAdamW, round_stochastically, rounding_key
-from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.optim import lean_adamw
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW, round_stochastically, rounding_key
+from fsdp_tune.model.optim.muon import build_optimizer
 from tests.model.recipes import recipe_of
 
 
@@ -98,7 +98,7 @@ def lean(model: nn.Module, state_dtype: torch.dtype, **options: Any) -> LeanAdam
 
 @pytest.mark.parametrize("piece", [1 << 24, 128])  # whole vectors: a tail is computed without fused multiply-add
 def test_lean_adamw_in_fp32_equals_torch_bitwise(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "PIECE", piece)
+    monkeypatch.setattr(lean_adamw, "PIECE", piece)
     ours, theirs = linear(), linear()
     trained(ours, lean(ours, torch.float32), 5)
     trained(theirs, torch.optim.AdamW(theirs.parameters(), **OPTIONS), 5)
@@ -108,14 +108,14 @@ def test_lean_adamw_in_fp32_equals_torch_bitwise(piece: int, monkeypatch: pytest
 @pytest.mark.parametrize(("ranks", "dim"), [(2, 0), (4, 1), (2, 1)])
 def test_pieces_have_the_index_of_their_elements(ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of rows, and of the rows of each expert: an element is rounded alike however it is sharded."""
-    monkeypatch.setattr(adamw, "PIECE", 7)
+    monkeypatch.setattr(lean_adamw, "PIECE", 7)
     whole = torch.arange(3 * 8 * 5).view(3, 8, 5)
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         try:
             part, mesh = whole.chunk(ranks, dim)[rank].contiguous(), init_device_mesh("cpu", (ranks,))
             shared = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
-            found = list(adamw._pieces(shared))
+            found = list(lean_adamw._pieces(shared))
         finally:
             dist.destroy_process_group()
         indices = [torch.arange(index, index + length) for _, length, index in found]
@@ -137,7 +137,7 @@ def test_small_updates_are_lost_by_rounding_to_nearest_and_kept_by_stochastic_ro
 
     assert torch.equal(after(100, rounds=False), torch.ones(4096))  # AdamW on bf16 weights, as everybody has it
     assert after(100, rounds=True).mean().item() == pytest.approx(1 - 100 * 1e-4, rel=2e-4)
-    monkeypatch.setattr(adamw, "round_stochastically", nearest)
+    monkeypatch.setattr(lean_adamw, "round_stochastically", nearest)
     assert torch.equal(after(100, rounds=True), torch.ones(4096))
 
 
@@ -159,7 +159,7 @@ def test_bf16_second_moment_decays_only_with_stochastic_rounding(monkeypatch: py
 
     assert ratio(torch.float32) == pytest.approx(0.999**500, rel=1e-4)
     assert ratio(torch.bfloat16) == pytest.approx(0.999**500, rel=0.01)
-    monkeypatch.setattr(adamw, "round_stochastically", nearest)
+    monkeypatch.setattr(lean_adamw, "round_stochastically", nearest)
     assert ratio(torch.bfloat16) == 1.0
 
 

@@ -19,7 +19,7 @@ from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.step import micro_batch_loss, model_inputs
-from fsdp_tune.worker.rows.training_rows import Collator
+from fsdp_tune.worker.rows.batches import Collator
 from fsdp_tune.worker.setup import _collator
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in

@@ -14,13 +14,14 @@ from transformers import AutoConfig
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.generate import generate
 from fsdp_tune.model.kernels import varlen as attention
+from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.assemble import load
 from fsdp_tune.model.loading.construct import build_full, model_config
-from fsdp_tune.model.sequence_parallel import packing_known, rows_known
-from fsdp_tune.model.shard.wrap import join_groups
+from fsdp_tune.model.sequence_parallel import rows_known
+from fsdp_tune.model.shard.process_groups import join_groups
 from fsdp_tune.model.step import micro_batch_loss, model_inputs
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
-from fsdp_tune.worker.rows.training_rows import Collator
+from fsdp_tune.worker.rows.batches import Collator
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.model.test_recompute import Operators
@@ -183,7 +184,7 @@ def test_rows_shared_by_a_sequence_group_have_the_gradients_of_complete_rows(on_
 def test_one_graph_serves_all_numbers_of_examples(store: Path) -> None:
     from torch._dynamo.testing import CompileCounter
 
-    from fsdp_tune.model.kernels import install
+    from fsdp_tune.model.kernels import compiled
 
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -196,8 +197,8 @@ def test_one_graph_serves_all_numbers_of_examples(store: Path) -> None:
     batches = [Collator(0, width, variable_lengths=True)([stored[row] for row in each]).tensors for each in rows]
     assert len({len(batch["cu_seq_lens"]) for batch in batches}) > 1
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(install, "BACKEND", counter)
-        install.compile_layers(recipe_of("llama", kernels={"compile": True}), model)
+        patched.setattr(compiled, "BACKEND", counter)
+        compiled.compile_layers(recipe_of("llama", kernels={"compile": True}), model)
     for batch in batches:
         loss, gradient = loss_and_gradients(model, batch)
         expected_loss, expected = loss_and_gradients(eager, batch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from fsdp_tune.model.experts import active_parameters
+from fsdp_tune.model.active_parameters import active_parameters
 from fsdp_tune.model.loading.construct import build_full
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

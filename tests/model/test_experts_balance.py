@@ -8,12 +8,12 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.batches import example_ids
+from fsdp_tune.data.collate import example_ids
 from fsdp_tune.data.store import Row
 from fsdp_tune.model.experts import require_known_balance, summed_balance
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.step import micro_batch_loss
-from fsdp_tune.worker.rows.training_rows import Collator
+from fsdp_tune.worker.rows.batches import Collator
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 

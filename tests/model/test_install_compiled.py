@@ -15,13 +15,13 @@ import torch._inductor.config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.model.kernels.install import GRAPHS_OF_A_LAYER, CompileClock, compile_layers, expected_graphs, is_compiled
+from fsdp_tune.model.kernels.compiled import GRAPHS_OF_A_LAYER, CompileClock, compile_layers, expected_graphs, is_compiled
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.model.step import micro_batch_loss
-from fsdp_tune.worker.callbacks import CompileReport
-from fsdp_tune.worker.readback.isolation import DtypeAudit
+from fsdp_tune.worker.compile_events import CompileReport
+from fsdp_tune.worker.readback.dtype_audit import DtypeAudit
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 def without_machine_code() -> Iterator[None]:
     """The graphs are what is counted; `aot_eager` makes the same ones and runs their operations as they are."""
     torch._dynamo.reset()
-    with patch("fsdp_tune.model.kernels.install.BACKEND", "aot_eager"):
+    with patch("fsdp_tune.model.kernels.compiled.BACKEND", "aot_eager"):
         yield
     torch._dynamo.reset()
 

@@ -16,17 +16,10 @@ import pytest
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.kernels import install
+from fsdp_tune.model.kernels import liger
+from fsdp_tune.model.kernels.compiled import choose_kernels, choose_loss, install_kernels
 from fsdp_tune.model.kernels.head import Logits, LossOptions, summed_linear_loss
-from fsdp_tune.model.kernels.install import (
-    apply_liger,
-    choose_kernels,
-    choose_liger,
-    choose_loss,
-    install_kernels,
-    liger_summed_loss,
-    modules_of_liger,
-)
+from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, modules_of_liger
 from fsdp_tune.model.kernels.linear_layers import mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.model_files import KernelChoice
@@ -35,7 +28,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.recipes import lora_recipe, recipe_of
 
 INTERPRETED = pytest.mark.skipif(
-    not (install.has_liger() and os.environ.get("TRITON_INTERPRET") == "1"), reason="needs liger-kernel, triton and TRITON_INTERPRET=1"
+    not (liger.has_liger() and os.environ.get("TRITON_INTERPRET") == "1"), reason="needs liger-kernel, triton and TRITON_INTERPRET=1"
 )
 
 
@@ -80,7 +73,7 @@ def recipe_with(family: str = "llama", **kernels: Any) -> Recipe:
 )
 def test_auto_selects_liger_where_supported(asked: Any, device: str, installed: bool, family: str, value: str, reason: str) -> None:
     model = build_empty(recipe_of(family))
-    with patch.object(install, "has_liger", lambda: installed), patch.object(install, "_liger_functions", lambda: {"llama": None}):
+    with patch.object(liger, "has_liger", lambda: installed), patch.object(liger, "_liger_functions", lambda: {"llama": None}):
         found = choose_liger(recipe_with(family, liger=asked), model, device)
     assert found.value == value
     assert reason in found.reason
@@ -97,8 +90,8 @@ def test_auto_selects_liger_where_supported(asked: Any, device: str, installed: 
 def test_unavailable_models_and_data_are_refused(installed: bool, family: str, kernels: dict[str, Any], code: str) -> None:
     model = build_empty(recipe_of(family))
     with (
-        patch.object(install, "has_liger", lambda: installed),
-        patch.object(install, "_liger_functions", lambda: {"llama": None}),
+        patch.object(liger, "has_liger", lambda: installed),
+        patch.object(liger, "_liger_functions", lambda: {"llama": None}),
         pytest.raises(FsdpTuneError) as raised,
     ):
         choose_kernels(recipe_with(family, **kernels), model, "cuda")
@@ -108,7 +101,7 @@ def test_unavailable_models_and_data_are_refused(installed: bool, family: str, k
 
 def test_auto_leaves_fusing_to_the_compiler() -> None:
     model = build_empty(recipe_of("llama"))
-    with patch.object(install, "has_liger", lambda: True), patch.object(install, "_liger_functions", lambda: {"llama": None}):
+    with patch.object(liger, "has_liger", lambda: True), patch.object(liger, "_liger_functions", lambda: {"llama": None}):
         found = [choose_liger(recipe_with(compile=True, liger=asked), model, "cuda").value for asked in ("auto", True)]
     assert found == ["false", "true"]
 
@@ -153,7 +146,7 @@ def test_rotary_kernel_is_left_out_where_products_are_kept(recomputed: str, rota
         given.update(rope=rope, losses=cross_entropy or fused_linear_cross_entropy)
 
     recipe = recipe_of("llama", fsdp={"activation_checkpointing": recomputed})
-    with patch.object(install, "has_liger", lambda: True), patch.object(install, "_liger_functions", lambda: {"llama": apply}):
+    with patch.object(liger, "has_liger", lambda: True), patch.object(liger, "_liger_functions", lambda: {"llama": apply}):
         install_kernels(recipe, build_full(recipe), "cuda")
     assert given == {"rope": rotary, "losses": False}
 
@@ -168,7 +161,7 @@ def test_own_rotary_function_is_back_for_a_model_without_the_kernel() -> None:
         if rope:
             module.apply_rotary_pos_emb = lambda *_: None
 
-    with patch.object(install, "_liger_functions", lambda: {"llama": apply}):
+    with patch.object(liger, "_liger_functions", lambda: {"llama": apply}):
         apply_liger(model, rotary=True)
         assert module.apply_rotary_pos_emb is not own
         apply_liger(model, rotary=False)
@@ -184,7 +177,7 @@ def test_mlps_are_sliced_although_their_kernels_cannot_run_on_the_cpu() -> None:
 
     recipe = recipe_of("llama", kernels={"mlp_slice_tokens": 4})
     model = build_full(recipe)
-    with patch.object(install, "has_liger", lambda: True), patch.object(install, "_liger_functions", lambda: {"llama": apply}):
+    with patch.object(liger, "has_liger", lambda: True), patch.object(liger, "_liger_functions", lambda: {"llama": apply}):
         install_kernels(recipe, model, "cuda")
     assert list(mlp_slices_of(model).values()) == [4, 4]
 
@@ -207,7 +200,7 @@ def test_liger_keeps_gradients_and_does_not_affect_next_model(family: str, recom
 
     true = run(plain)
     try:
-        with patch("fsdp_tune.model.kernels.install.choose_liger", lambda *_: KernelChoice("true", "tested")):
+        with patch("fsdp_tune.model.kernels.liger.choose_liger", lambda *_: KernelChoice("true", "tested")):
             install_kernels(recipe, other, "cpu")
         recompute_activations(recipe, other)
         assert modules_of_liger(other) == 3 * 2 + 1 + (2 * 2 if family == "qwen3" else 0), (
@@ -223,7 +216,7 @@ def test_liger_keeps_gradients_and_does_not_affect_next_model(family: str, recom
 def test_liger_leaves_adapted_experts_alone(tmp_path: Path) -> None:
     lora = {"r": 4, "target_parameters": ["down_proj"]}
     recipe = lora_recipe(tmp_path, lora, "mixtral")
-    with patch.object(install, "has_liger", return_value=True), patch.object(install, "_liger_functions", return_value={"mixtral": None}):
+    with patch.object(liger, "has_liger", return_value=True), patch.object(liger, "_liger_functions", return_value={"mixtral": None}):
         assert choose_liger(lora_recipe(tmp_path, {"r": 4}, "mixtral"), build_empty(recipe), "cuda").value == "true"
         choice = choose_liger(recipe, build_empty(recipe), "cuda")
     assert (choice.value, "`lora.target_parameters`" in choice.reason) == ("false", True)
@@ -232,5 +225,5 @@ def test_liger_leaves_adapted_experts_alone(tmp_path: Path) -> None:
 def test_loss_choice_does_not_import_liger() -> None:
     """`auto` stays with the loss that is tested on every device."""
     recipe = recipe_of("llama", data={"train": [{"path": "x"}], "max_length": 1 << 20})
-    with patch.object(install, "has_liger", lambda: True):
+    with patch.object(liger, "has_liger", lambda: True):
         assert choose_loss(recipe, build_empty(recipe)).value == "chunked"

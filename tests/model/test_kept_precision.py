@@ -10,7 +10,7 @@ import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.dtypes import DTYPES
-from fsdp_tune.merge.copy.write import target_dtype
+from fsdp_tune.merge.copy.layout import target_dtype
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.kept_precision import kinds_in_fp32
 from fsdp_tune.model.shard.fsdp_units import plan_units

@@ -15,14 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.adapters.lora import (
-    adapter_config,
-    draw_adapters,
-    first_values,
-    name_in_base,
-    name_in_file,
-    stacks_without_adapters,
-)
+from fsdp_tune.model.adapters.lora import adapter_config, draw_adapters, first_values, name_in_base, name_in_file, stacks_without_adapters
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
 from fsdp_tune.model.loading.inspect import adapter_facts
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.adapters.lora import find_targets, inject_lora
+from fsdp_tune.model.adapters.lora import inject_lora
+from fsdp_tune.model.adapters.targets import find_targets
 from fsdp_tune.model.loading.construct import build_empty
 from tests.model.recipes import lora_recipe, recipe_of
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.tokenise.tokenizer import TokenizerOrigin
+from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files, with_special_tokens
 from fsdp_tune.recipe.schema.recipe import Lora, Model, Recipe, Tokens
 from tests.model.recipes import model_facts

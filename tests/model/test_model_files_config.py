@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from fsdp_tune.data.tokenise.tokenizer import TokenizerOrigin
+from fsdp_tune.data.tokenise.exported_tokenizer import TokenizerOrigin
 from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.model_files import ModelFacts, save_model_files

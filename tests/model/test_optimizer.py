@@ -10,15 +10,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.optim.adamw import LeanAdamW
-from fsdp_tune.model.optim.optimizer import build_optimizer, optimizer_of, orthogonalised_names
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW
+from fsdp_tune.model.optim.muon import build_optimizer, optimizer_of, orthogonalised_names
 from fsdp_tune.model.shard.local import decayed_names
-from fsdp_tune.recipe.schema import training_fields
+from fsdp_tune.recipe.schema import optimizers
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 
-OPTIMIZERS = (None, *(name for name in training_fields.OPTIMIZERS if name != "muon"))
+OPTIMIZERS = (None, *(name for name in optimizers.OPTIMIZERS if name != "muon"))
 ARGUMENTS = {
     "sgd": "momentum=0.9,nesterov=true",
     "adagrad": "lr_decay=0.1,eps=1e-5",
@@ -36,9 +36,9 @@ def test_optimizer_equals_that_of_trainer(name: str | None, tmp_path: Path) -> N
 
 
 VALUES = {
-    training_fields.STATE_DTYPE: ("bf16", torch.bfloat16),
-    training_fields.STOCHASTIC: ("true", True),
-    training_fields.BLOCK: ("64", 64),
+    optimizers.STATE_DTYPE: ("bf16", torch.bfloat16),
+    optimizers.STOCHASTIC: ("true", True),
+    optimizers.BLOCK: ("64", 64),
     "momentum": ("0.7", 0.7),
     "dampening": ("0.3", 0.3),
     "nesterov": ("true", True),
@@ -53,13 +53,13 @@ VALUES = {
 """A value of each argument that is not its default, as text and as the optimizer has it."""
 
 
-@pytest.mark.parametrize(("name", "argument"), [(name, each) for name, row in training_fields.OPTIMIZERS.items() for each in row.arguments])
+@pytest.mark.parametrize(("name", "argument"), [(name, each) for name, row in optimizers.OPTIMIZERS.items() for each in row.arguments])
 def test_argument_reaches_every_group_of_the_optimizer(name: str, argument: str) -> None:
     text, wanted = VALUES[argument]
     if (name, argument) == ("muon", "nesterov"):  # its default is true
         text, wanted = "false", False
     given = f"{argument}={text}" + (",momentum=0.5" if (name, argument) == ("sgd", "nesterov") else "")
-    dtype = "bf16" if argument == training_fields.STOCHASTIC else "fp32"
+    dtype = "bf16" if argument == optimizers.STOCHASTIC else "fp32"
 
     def found(optim_args: str | None) -> list[Any]:
         recipe = recipe_of(
@@ -69,7 +69,7 @@ def test_argument_reaches_every_group_of_the_optimizer(name: str, argument: str)
         optimizer = build_optimizer(recipe, model, decayed_names(model))
         groups = [group for group in optimizer.param_groups if name != "muon" or group["orthogonal"]]
         assert groups
-        attribute = "rounds_parameters" if isinstance(optimizer, LeanAdamW) and argument == training_fields.STOCHASTIC else argument
+        attribute = "rounds_parameters" if isinstance(optimizer, LeanAdamW) and argument == optimizers.STOCHASTIC else argument
         return [group[argument] if argument in group else getattr(optimizer, attribute, None) for group in groups]
 
     with_argument, without = found(given), found(None)

@@ -34,8 +34,9 @@ def _groups(parameters: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _optimizer(kind: str, groups: list[dict[str, Any]], muon: dict[str, Any]) -> torch.optim.Optimizer:
-    from fsdp_tune.model.optim.optimizer import Muon, ShardedAdafactor
-    from fsdp_tune.recipe.schema.training_fields import MUON_DEFAULTS
+    from fsdp_tune.model.optim.muon import Muon
+    from fsdp_tune.model.optim.optimizer import ShardedAdafactor
+    from fsdp_tune.recipe.schema.optimizers import MUON_DEFAULTS
 
     if kind == "adafactor":
         return ShardedAdafactor([{key: value for key, value in group.items() if key != "orthogonal"} for group in groups], lr=1e-2)

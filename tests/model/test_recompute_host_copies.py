@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_tune.model.loading.construct import build_full
-from fsdp_tune.model.shard.recompute import HostCopies, recompute_activations
+from fsdp_tune.model.shard.host_copies import HostCopies
+from fsdp_tune.model.shard.recompute import recompute_activations
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.model.test_recompute import gradients

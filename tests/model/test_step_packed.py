@@ -12,13 +12,13 @@ from packaging.version import Version
 from transformers import AutoConfig, masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
+from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.sequence_parallel import packing_known
 from fsdp_tune.model.step import micro_batch_loss, shift_labels
 from fsdp_tune.worker.readback import isolation
 from fsdp_tune.worker.readback.isolation import ALLOWED, Deviations, deviations, not_causal, not_isolated, rows_to_check
-from fsdp_tune.worker.rows.training_rows import Batch, Collator
+from fsdp_tune.worker.rows.batches import Batch, Collator
 from tests.model.families import BERT, FAMILIES, XLNET
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.stored_tensors import check_weight_files
+from fsdp_tune.model.loading.weight_files import check_weight_files
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 

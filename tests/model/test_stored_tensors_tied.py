@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.loading import stored_tensors
+from fsdp_tune.model.loading import untie
 from fsdp_tune.model.loading.construct import build_empty, build_full, is_tied, model_config
 from fsdp_tune.model.loading.inspect import find_facts
 from tests.model.families import FAMILIES
@@ -46,7 +46,7 @@ def trained(base: Path, **model: Any) -> Any:
 @pytest.mark.parametrize("kind", ["single", "sharded", "pickle"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_stored_head_is_kept_and_reported(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_tensors, "BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr(untie, "BLOCK_ELEMENTS", 1000)
     base = save_base(tmp_path, family, change=0.5, kind=kind)
     recipe = trained(base)
     full, empty = build_full(recipe), build_empty(recipe)
@@ -86,7 +86,7 @@ def test_nested_setting_is_read(tmp_path: Path) -> None:
     """Configurations of models that also take images hold that of the language model."""
     save_base(tmp_path, "llama", change=0.5)
     config = AutoConfig.for_model("gemma3", text_config={"tie_word_embeddings": True}, tie_word_embeddings=True)
-    assert stored_tensors.untie(trained(tmp_path), config) is not None
+    assert untie.untie(trained(tmp_path), config) is not None
     assert (config.tie_word_embeddings, config.get_text_config().tie_word_embeddings) == (False, False)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encodings import StoredType
 from fsdp_tune.merge.lora.adapt import merge_problems
-from fsdp_tune.model.loading import saved_layout
+from fsdp_tune.model.loading import exported_config, saved_layout
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.tensor_account import BaseTensors, account_for
@@ -90,11 +90,11 @@ def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(bas
     types = {name: StoredType("F32", tuple(value.shape)) for name, value in stored.items()}
     files = dict.fromkeys(types, base / "model.safetensors")
     monkeypatch.setattr(saved_layout, "hub_is_reachable", lambda: True)
-    monkeypatch.setattr(saved_layout, "_tensors_of_hub", lambda *_: BaseTensors(types, files, {}))
-    monkeypatch.setattr(saved_layout, "base_folder", lambda _: base)
+    monkeypatch.setattr(exported_config, "_tensors_of_hub", lambda *_: BaseTensors(types, files, {}))
+    monkeypatch.setattr(exported_config, "base_folder", lambda _: base)
     recipe = recipe_of({"name_or_path": str(base)})
     hub = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": "org/name"})})
-    found = saved_layout.local_tensors(hub)
+    found = exported_config.local_tensors(hub)
     assert found is not None
     account = account_for(recipe, model_config(recipe), build_empty(recipe), found)
     assert account.names("carried") == ("mtp.fc.weight",)

@@ -19,13 +19,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.internal import Attribute, Name, NoFallback
-from fsdp_tune.model.optim.adamw import LeanAdamW
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW
 from fsdp_tune.model.shard import recompute
 from fsdp_tune.model.step import scale_gradients
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.worker.observe import heartbeat
+from fsdp_tune.worker.observe import flight_recorder
 from fsdp_tune.worker.observe.metrics import ExpertLoads
-from fsdp_tune.worker.readback.isolation import DtypeAudit, warnings_of, why_not_audited
+from fsdp_tune.worker.readback.dtype_audit import DtypeAudit, warnings_of, why_not_audited
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.structure.internals import entries
 
@@ -163,7 +163,7 @@ def graph_task(without: Callable[[Name], None]) -> None:
 
 def flight_records(without: Callable[[Name], None]) -> None:
     without(internals.FLIGHT_RECORDS["cpu"][0])
-    assert heartbeat.dump(SimpleNamespace(), 0, "cpu") is None  # type: ignore[arg-type]
+    assert flight_recorder.dump(SimpleNamespace(), 0, "cpu") is None  # type: ignore[arg-type]
 
 
 FALLBACKS: dict[str, Callable[[Callable[[Name], None]], None]] = {

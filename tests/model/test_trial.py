@@ -10,8 +10,8 @@ from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.optim import trial
 from fsdp_tune.model.optim.trial import optimizer_problems
 from fsdp_tune.recipe.rules.training import optimizer_reads_its_options
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZER_FIELDS, OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import OPTIMIZER_FIELDS, OPTIMIZERS
 from tests.model.recipes import recipe_of
 
 GIVEN = {

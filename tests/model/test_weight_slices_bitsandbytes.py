@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.adapters.nf4 import dequantise, layers_in_4_bits, quantise
 from fsdp_tune.model.loading.construct import build_empty
-from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices, refuse_other_quantisation, refuse_unread
+from fsdp_tune.model.loading.nf4_files import refuse_other_quantisation, refuse_unread
+from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 

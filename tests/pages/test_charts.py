@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.pages.charts import MAX_POINTS, Chart, charts_of, points_each, step_parts
+from fsdp_tune.pages.charts import MAX_POINTS, Chart, charts_of, points_each
 from fsdp_tune.pages.run_record import RunRecord, read_run
+from fsdp_tune.pages.step_shares import step_parts
 from tests.pages.written import training_line, written
 
 

@@ -74,7 +74,7 @@ def recompute_without_rng_state() -> Iterator[None]:
 
 @contextmanager
 def drop_position_ids() -> Iterator[None]:
-    from fsdp_tune.data.batches import collate
+    from fsdp_tune.data.collate import collate
 
     def without_positions(*arguments: Any, **options: Any) -> Any:
         return {name: array for name, array in collate(*arguments, **options).items() if name != "position_ids"}

@@ -124,7 +124,7 @@ def run_with_kernels(path: str, *, backend: str = "aot_eager") -> dict[str, Any]
 
     torch._dynamo.reset()  # ranks live on from case to case, and with them what was compiled
     slices = patch("fsdp_tune.model.kernels.head.SLICE_ELEMENTS", 13 * VOCABULARY)
-    with slices, patch("fsdp_tune.model.kernels.install.BACKEND", backend):
+    with slices, patch("fsdp_tune.model.kernels.compiled.BACKEND", backend):
         return run_worker(path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.model.kernels.install import expected_graphs
+from fsdp_tune.model.kernels.compiled import expected_graphs
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.run.directory import RunDir

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import IGNORE_INDEX, Row
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
-from fsdp_tune.model.shard.wrap import join_groups
+from fsdp_tune.model.shard.process_groups import join_groups
 from fsdp_tune.model.step import forward_backward
 from fsdp_tune.worker.readback.isolation import deviations, not_shareable
-from fsdp_tune.worker.rows.training_rows import Collator
+from fsdp_tune.worker.rows.batches import Collator
 from tests.model.recipes import recipe_of
 from tests.parity.bench import Bench, assert_as_near_as_bf16, assert_follows_one_device, bits
 from tests.parity.cases import SHORT, Case

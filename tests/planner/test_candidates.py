@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fsdp_tune.core.gpus import find_hardware
-from fsdp_tune.planner.search.candidates import (
-    batch_changes,
-    changed,
-    differences,
-    layouts,
-    least_state_bytes,
-    micro_batches,
-    ranks_of_machine,
-)
+from fsdp_tune.planner.search.alternatives import batch_changes, changed, differences, layouts, least_state_bytes, micro_batches
+from fsdp_tune.planner.search.candidates import ranks_of_machine
 from fsdp_tune.planner.trace_format import Counts
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.planner.search.candidates import forced_changes, machines_for
+from fsdp_tune.planner.search.scaling import forced_changes, machines_for
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import WORLD_RULES, World
 

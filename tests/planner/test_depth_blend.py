@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fsdp_tune.core.topology import Topology
-from fsdp_tune.planner.predict.depth import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
+from fsdp_tune.planner.predict.derive import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 

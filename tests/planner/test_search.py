@@ -11,7 +11,9 @@ import pytest
 from fsdp_tune.core.command import Target
 from fsdp_tune.core.gpus import Hardware, find_hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.search.candidates import MLP_SLICES, Search, scaling_table
+from fsdp_tune.planner.search.alternatives import MLP_SLICES
+from fsdp_tune.planner.search.candidates import Search
+from fsdp_tune.planner.search.scaling import scaling_table
 from fsdp_tune.planner.search.search import Ranking, other_trainings, rank_recipes, smallest_hardware
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from fsdp_tune.recipe.read import loader
-from fsdp_tune.recipe.rules.contradictions import INACTIVE, RULES
+from fsdp_tune.recipe.rules.contradictions import RULES
+from fsdp_tune.recipe.rules.without_effect import INACTIVE
 from fsdp_tune.recipe.schedule import SCHEDULE_ARGUMENTS
 from fsdp_tune.recipe.schema.keys import NOT_YET, Finding, Rule
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import OPTIMIZERS, TRAINING_FIELDS
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
 from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with
 
 CONTRADICTIONS = [

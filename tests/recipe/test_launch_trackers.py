@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from fsdp_tune.core import devices
-from fsdp_tune.recipe.rules.launch import TRACKERS, missing
+from fsdp_tune.recipe.rules.trackers import TRACKERS, missing
 
 AVAILABLE = {
     "azure_ml": "is_azureml_available",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_tune.recipe.rules.launch import TRACKERS
+from fsdp_tune.recipe.rules.trackers import TRACKERS
 from fsdp_tune.recipe.schema.keys import NOT_YET, all_keys, default_of, refused, value_of
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.recipe import Recipe, Training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.schema.training_fields import OPTIMIZERS, optimizer_arguments, state_bytes, state_dtype
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, optimizer_arguments, state_bytes, state_dtype
 from tests.recipe.loading import load_with, one_problem, problems
 
 HEAD = "model: {name_or_path: gpt2DTYPE}\ndata: {train: [{path: a}]}\n"

@@ -8,9 +8,9 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.recipe.fewer_machines import recipe_for_machines, smaller_sizes
 from fsdp_tune.recipe.resolve import Resolution, resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.world import recipe_for_machines, smaller_sizes
 from tests.recipe.loading import load, load_with, one_problem, problems_with
 
 FOUR_GPUS = Machine("cuda", 4, 64, "H100")

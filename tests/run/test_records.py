@@ -10,7 +10,8 @@ import pytest
 from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Heartbeat, LaunchRecord, Outcome, ResumeRequest, Verdict, read_heartbeat, read_outcome
+from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
+from fsdp_tune.run.rank_files import Heartbeat, Outcome, Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.records import DOCUMENT_DIGEST, Document, Environment, LiveState, Prediction, ReadBack
 
 PROBLEM = Problem("hang", "no progress", hint="see hang.txt")

@@ -118,7 +118,8 @@ def test_only_commands_import_the_front_door() -> None:
 WORLD_SIZE_CALLERS = {
     "worker/agreement.py": "values of every rank",
     "worker/checkpoint/exchange.py": "ranks send parts of files to each other",
-    "worker/checkpoint/state.py": "a message; and each rank has a file of its own, and verifies its share of all files",
+    "worker/checkpoint/restore.py": "each rank has a file of its own, and verifies its share of all files",
+    "worker/checkpoint/state.py": "a message",
     "worker/observe/stragglers.py": "compares all ranks",
     "worker/readback/report.py": "reads the live number of ranks",
     "worker/readback/witness.py": "compares all ranks",

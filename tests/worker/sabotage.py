@@ -129,7 +129,7 @@ def other_order_on_one_rank() -> AbstractContextManager[Any]:
 
 def moments_in_bf16() -> AbstractContextManager[Any]:
     """The optimizer's state after step 1 is not what the recipe means."""
-    from fsdp_tune.model.optim.optimizer import AdamW
+    from fsdp_tune.model.optim.adamw import AdamW
 
     original = AdamW.step
 

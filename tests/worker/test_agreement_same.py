@@ -47,7 +47,7 @@ def read_on_after(path: str, number: int) -> list[int]:
     """Reads batches by a loader's process, which gets a signal in the middle."""
     from fsdp_tune.data.row_order import Attempt, RowOrder
     from fsdp_tune.data.store import RowStore
-    from fsdp_tune.worker.rows.training_rows import Collator, MicroBatches, loader
+    from fsdp_tune.worker.rows.batches import Collator, MicroBatches, loader
 
     store = RowStore(path)
     import numpy as np

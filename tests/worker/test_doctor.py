@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.launch_files import NetworkFacts, NetworkInterface
+from fsdp_tune.run.health_files import NetworkFacts, NetworkInterface
 from fsdp_tune.worker import doctor
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.run.launch_files import LinkTime
+from fsdp_tune.run.health_files import LinkTime
 from fsdp_tune.worker import doctor
 from fsdp_tune.worker.doctor import pairs_of_round, time_links
 from fsdp_tune.worker.rank import Rank

@@ -16,7 +16,7 @@ import pytest
 
 from fsdp_tune.jobs.inspection import INSPECT
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.launch_files import EarlyStart
+from fsdp_tune.run.early_start import EarlyStart
 from tests.model.recipes import recipe_of
 
 pytestmark = pytest.mark.ranks
@@ -64,7 +64,7 @@ def test_first_rank_inspects_the_model_as_the_inspection_of_a_command_does(tmp_p
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
-from fsdp_tune.run.launch_files import EarlyStart
+from fsdp_tune.run.early_start import EarlyStart
 import fsdp_tune.worker.__main__ as early
 files = EarlyStart(pathlib.Path(sys.argv[1]))
 for failure in sys.argv[2:]:

@@ -65,16 +65,17 @@ from dataclasses import asdict
 from pathlib import Path
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.observe import heartbeat as flight
+from fsdp_tune.worker.observe import flight_recorder
 from fsdp_tune.worker.rank import flight_recorder_variables
 run = RunDir(Path(sys.argv[1]))
 os.environ.update(flight_recorder_variables(run))
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1] + "/meeting", rank=0, world_size=1)
-before = flight.dump(run, 0, "cpu")
+before = flight_recorder.dump(run, 0, "cpu")
 dist.all_reduce(torch.ones(3))
 dist.barrier()
 dist.all_reduce(torch.ones(3))
-print(json.dumps([before, asdict(flight.dump(run, 0, "cpu"))]))
+print(json.dumps([before, asdict(flight_recorder.dump(run, 0, "cpu"))]))
 """
 
 

@@ -16,15 +16,16 @@ from torch import nn
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import GIB, MIB
-from fsdp_tune.model.shard.wrap import destroy_group, make_mesh, offload_policy, untimed_group
+from fsdp_tune.model.shard.process_groups import destroy_group, make_mesh, untimed_group
+from fsdp_tune.model.shard.wrap import offload_policy
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Collective
+from fsdp_tune.run.rank_files import Collective
 from fsdp_tune.run.records import LiveState
 from fsdp_tune.worker import step_checks
 from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
-from fsdp_tune.worker.observe import heartbeat
+from fsdp_tune.worker.observe import flight_recorder
 from fsdp_tune.worker.observe import out_of_memory as memory
 from fsdp_tune.worker.observe.metrics import StepShares, Stopwatch
 from fsdp_tune.worker.rank import Rank, flight_recorder_variables, share_time_limit, start_process_group, time_limits_seconds
@@ -261,25 +262,25 @@ def test_unfinished_collective_of_nccl_is_named(recorder: dict[str, Any], run: R
         entry(3, "all_reduce", retired=True, group="2"),
         entry(9, "send", retired=False, is_p2p=True),
     ]
-    found = heartbeat.dump(run, 5, "cuda")
+    found = flight_recorder.dump(run, 5, "cuda")
     assert found == Collective("nccl:_reduce_scatter_base", 8, "0", ended=False, entered={"0": 8, "2": 3})
     assert (run.flight_recorder / "rank_5").read_bytes() == b"pickle"
 
 
 def test_last_collective_of_nccl_is_named_where_all_have_ended(recorder: dict[str, Any], run: RunDir) -> None:
     recorder["entries"] = [entry(7, "_all_gather_base", retired=True), entry(8, "all_reduce", retired=True)]
-    found = heartbeat.dump(run, 0, "cuda")
+    found = flight_recorder.dump(run, 0, "cuda")
     assert found is not None
     assert (found.name, found.ended) == ("nccl:all_reduce", True)
 
 
 def test_empty_recorder_of_nccl_names_nothing(recorder: dict[str, Any], run: RunDir) -> None:
-    assert heartbeat.dump(run, 0, "cuda") is None
+    assert flight_recorder.dump(run, 0, "cuda") is None
 
 
 @pytest.mark.parametrize("device", ["xpu", "npu"])
 def test_device_without_flight_recorder_reports_none(device: str, recorder: dict[str, Any], run: RunDir) -> None:
-    assert heartbeat.dump(run, 0, device) is None
+    assert flight_recorder.dump(run, 0, device) is None
 
 
 # Memory

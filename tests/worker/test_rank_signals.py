@@ -19,12 +19,14 @@ import pytest
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.parent_death import LAUNCHER_PID
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import Heartbeat, LaunchRecord, Outcome, read_heartbeat, read_outcome
-from fsdp_tune.worker import callbacks, rank
+from fsdp_tune.run.launch_files import LaunchRecord
+from fsdp_tune.run.rank_files import Heartbeat, Outcome, read_heartbeat, read_outcome
+from fsdp_tune.worker import callbacks, rank, stop_request
 from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
-from fsdp_tune.worker.rank import Rank, StopRequest
+from fsdp_tune.worker.rank import Rank
 from fsdp_tune.worker.readback.witness import Witness
+from fsdp_tune.worker.stop_request import StopRequest
 
 
 class Clock:
@@ -88,7 +90,9 @@ def test_run_saves_before_max_runtime(
     used = clock.now + save
     assert callback.stopped is ExitReason.MAX_RUNTIME
     assert used <= max_runtime_seconds or number == 2, "two steps are the least that a vote takes"
-    assert number <= 3 or used >= max_runtime_seconds - 2 * save - 3 * step - evaluation - rank.MARGIN_SECONDS, "no more than it needs"
+    assert number <= 3 or used >= max_runtime_seconds - 2 * save - 3 * step - evaluation - stop_request.MARGIN_SECONDS, (
+        "no more than it needs"
+    )
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1.5])
@@ -214,7 +218,7 @@ def forked(program: Callable[..., object], path: Path, log: Path) -> int | None:
 
 def fail_while_a_loader_reads(path: Path) -> None:
     def read(ready: Any) -> None:
-        rank.ignore_stop_signals(0)
+        stop_request.ignore_stop_signals(0)
         ready.set()
         time.sleep(3600)
 

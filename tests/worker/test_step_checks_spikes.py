@@ -50,7 +50,7 @@ def named(topology: Topology, batches: dict[int, list[tuple[int, int, tuple[int,
     """`batches` of each rank: (step, number, rows, loss sum, supervised tokens)."""
     import torch.distributed as dist
 
-    from fsdp_tune.worker.rows.training_rows import Batch
+    from fsdp_tune.worker.rows.batches import Batch
     from fsdp_tune.worker.step_checks import RecentBatches
 
     rows: Any = Rows(long)
@@ -105,7 +105,7 @@ def test_event_names_200_rows_and_counts_all(on_ranks: Ranks) -> None:
 
 
 def test_tensors_of_batches_are_not_kept() -> None:
-    from fsdp_tune.worker.rows.training_rows import Batch
+    from fsdp_tune.worker.rows.batches import Batch
     from fsdp_tune.worker.step_checks import KEPT_BATCHES, RecentBatches
 
     recent = RecentBatches(SimpleNamespace(), Topology())  # type: ignore[arg-type]

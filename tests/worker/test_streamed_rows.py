@@ -15,10 +15,10 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.stream.row_stream import STATE_VERSION, RowStream
-from fsdp_tune.worker.rank import end_loader_processes
+from fsdp_tune.worker.rows.batches import Collator
 from fsdp_tune.worker.rows.streamed_rows import NO_ROW, StreamedRows
-from fsdp_tune.worker.rows.training_rows import Collator
 from fsdp_tune.worker.step_observer import LoggedStep
+from fsdp_tune.worker.stop_request import end_loader_processes
 from tests.data.support import write_jsonl
 from tests.data.test_lanes import stream_of
 

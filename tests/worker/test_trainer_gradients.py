@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.optim.optimizer import AdamW
+from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.worker.step_checks import GradientGate
 from fsdp_tune.worker.step_observer import LoggedStep

@@ -34,7 +34,7 @@ def train(path: str, *, nonfinite: bool) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from fsdp_tune.model.shard.wrap import gathered_units, units_of
+    from fsdp_tune.model.shard.gathered import gathered_units, units_of
     from fsdp_tune.worker.step_checks import GradientGate
     from fsdp_tune.worker.trainer import FsdpTrainer
 

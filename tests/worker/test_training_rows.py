@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.batches import TokenBudget, epoch_order
+from fsdp_tune.data.batches import epoch_order
 from fsdp_tune.data.row_order import Attempt, RowOrder, continued
 from fsdp_tune.data.store import Row
-from fsdp_tune.worker.rows.training_rows import FILLER, NOTHING, ByTokens, Collator, MicroBatches, eval_batches
+from fsdp_tune.data.token_budget import TokenBudget
+from fsdp_tune.worker.rows.batches import FILLER, NOTHING, ByTokens, Collator, MicroBatches, eval_batches
 
 SPLITS = [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 2, 1), (4, 1, 2), (8, 1, 1)]
 """(ranks, micro-batch, accumulation) of one global batch of 8."""
@@ -148,7 +149,7 @@ def test_batches_carry_no_attention_mask() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_yields_batches_in_sampler_order(workers: int, tmp_path) -> None:
     from fsdp_tune.data.store import RowStore
-    from fsdp_tune.worker.rows.training_rows import loader
+    from fsdp_tune.worker.rows.batches import loader
     from tests.parity.store import make_store
 
     store = RowStore(make_store(tmp_path / "store") / "train")
@@ -160,7 +161,7 @@ def test_loader_yields_batches_in_sampler_order(workers: int, tmp_path) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_empty_slot_yields_nothing_batch(workers: int, tmp_path) -> None:
     from fsdp_tune.data.store import RowStore
-    from fsdp_tune.worker.rows.training_rows import loader
+    from fsdp_tune.worker.rows.batches import loader
     from tests.parity.store import make_store
 
     store = RowStore(make_store(tmp_path / "store") / "train")
@@ -173,7 +174,7 @@ def test_empty_slot_yields_nothing_batch(workers: int, tmp_path) -> None:
 def test_loader_does_not_advance_dropout_generator(workers: int, tmp_path) -> None:
     """With processes it would draw once per launch, so that a run resumed between two epochs had other masks than one that was not."""
     from fsdp_tune.data.store import RowStore
-    from fsdp_tune.worker.rows.training_rows import loader
+    from fsdp_tune.worker.rows.batches import loader
     from tests.parity.store import make_store
 
     store = RowStore(make_store(tmp_path / "store") / "train")

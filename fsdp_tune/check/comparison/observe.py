@@ -44,7 +44,7 @@ from fsdp_tune.check.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_leng
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.small_config import scale_down_config
-from fsdp_tune.data.batches import collate, example_ids
+from fsdp_tune.data.collate import collate, example_ids
 from fsdp_tune.data.inputs import open_inputs
 from fsdp_tune.data.preparation import prepare
 from fsdp_tune.data.read.row_files import BadRow
@@ -53,7 +53,7 @@ from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config
-from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.optim.muon import build_optimizer
 from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.model.step import (
     auxiliary_loss_weight,

@@ -39,7 +39,7 @@ from fsdp_tune.check.evaluation.examples import (
     ScoredTokens,
     ScoreRequest,
 )
-from fsdp_tune.check.evaluation.score import load_with_adapter
+from fsdp_tune.check.evaluation.loaded_model import load_with_adapter
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.data.prompts import EncodedPrompt, Prompt, PromptFormat
 from fsdp_tune.data.read.row_files import RowError

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, cast
 
-from fsdp_tune.data.format.row_account import MARKS, MEANING, NESTED_METADATA, RowAccount, mark_of_parts, take_mark
+from fsdp_tune.data.format.row_account import NESTED_METADATA, RowAccount
+from fsdp_tune.data.format.row_marks import MARKS, MEANING, mark_of_parts, take_mark
 from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_text
 
 Message = dict[str, Any]

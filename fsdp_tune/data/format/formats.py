@@ -19,19 +19,9 @@ from fsdp_tune.data.format.conversations import (
     read_template_variables,
     without_nulls,
 )
-from fsdp_tune.data.format.row_account import (
-    MARKS,
-    MEANING,
-    METADATA,
-    PACKED,
-    TOKEN_MASKS,
-    KeyUse,
-    Note,
-    RowAccount,
-    names_variable,
-    read_token_mask,
-    take_mark,
-)
+from fsdp_tune.data.format.row_account import METADATA, PACKED, KeyUse, RowAccount, names_variable
+from fsdp_tune.data.format.row_marks import MARKS, MEANING, TOKEN_MASKS, read_token_mask, take_mark
+from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_text
 from fsdp_tune.data.store import IGNORE_INDEX
 

@@ -9,17 +9,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of
-from fsdp_tune.data.report import KeyAccount, NamedRows
-from fsdp_tune.data.sets import NAMED_ROWS
+from fsdp_tune.data.read.row_files import RowError
+from fsdp_tune.data.report import KeyAccount
 
 # ---- The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is refused.
 #
 # Keys below the row are written as paths: `messages.name`, `messages.content.cache_control`, `messages.tool_calls.function.arguments`.
 
 IGNORE_KEY = "data.ignore_columns"
+
 
 # fmt: off
 METADATA = frozenset((
@@ -46,6 +46,8 @@ METADATA = frozenset((
 ))
 # fmt: on
 """Keys of a row that never change what is trained: they are ignored and listed. docs/guide/data-formats.md has the same list."""
+
+
 # fmt: off
 NESTED_METADATA = frozenset((
     "id", "_id", "idx", "index", "uid", "uuid", "message_id", "parent_id", "turn_id", "hash", "source", "model", "model_name",
@@ -55,16 +57,37 @@ NESTED_METADATA = frozenset((
 # fmt: on
 """The same for messages, parts of `content`, and calls. A chat template may read any of them; then they are not ignored."""
 
+
 MEDIA = "only text is supported: leave such rows out"
+
+
 BETTER = "the better answer of a pair"
+
+
 WORSE = "the worse answer of a pair, which is not trained"
+
+
 WORSE_ANSWERS = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
+
+
 PACKED = "write each packed example as a row of its own; `data.packing: true` joins them again"
+
+
 JUDGED = "whether the answer is a good one: leave the bad ones out, then ignore it"
+
+
 NEEDS_CHAT = "write the row as a chat, with `messages`, or put it into the prompt"
+
+
 EARLIER = "write the earlier turns as messages"
+
+
 MASKED = "write `train: false` for what is not trained"
+
+
 TOKEN_MARKS = "marks of tokens need `input_ids`: write the row tokenized, or mark messages with `train: false`"
+
+
 ADVICE = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios", "objects", "pixel_values", "image_grid_thw"), MEDIA),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".mp3", ".wav", ".flac", ".mp4"), MEDIA),
@@ -83,8 +106,13 @@ ADVICE = {
 }
 """What to write instead of some keys, where a format does not read them."""
 
+
 How = Literal["read", "metadata", "ignored", "other format"]
+
+
 HOW: tuple[How, ...] = ("read", "metadata", "ignored", "other format")
+
+
 _HOW_SHOWN: dict[str, str] = {
     "read": "read",
     "metadata": "ignored as metadata",
@@ -250,115 +278,3 @@ def names_variable(template: str, name: str) -> bool:
 @lru_cache(maxsize=16)
 def _without_comments(template: str) -> str:
     return re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)
-
-
-# ---- Marks in rows that decide what is trained, by the names of several tools: of a row, a message, a part of `content`, and a token.
-
-MEANING = "a mark of what is trained"
-FLAGS = ("train", "training", "trainable", "train_on_turn", "loss")
-"""True or false: axolotl (`train`, `training`), verl (`trainable`), ms-swift (`loss`)."""
-NUMBERS = ("weight", "loss_weight", "loss_scale", "loss_mask", "sample_weight", "example_weight")
-"""1 or 0: OpenAI and axolotl (`weight`), LLaMA-Factory (`loss_weight`), ms-swift (`loss_scale`), verl and SkyRL (`loss_mask`)."""
-MARKS = (*FLAGS, *NUMBERS)
-TOKEN_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
-"""A list with 1 for each trained token: TRL (the first two), SkyRL and verl (`loss_mask`)."""
-
-
-def take_mark(values: dict[str, Any], names: Sequence[str], where: str, path: str, ignored: Collection[str]) -> bool | None:
-    """Remove the marks `names` from an object and return what they say: trained, not trained, or None if there are none.
-
-    `where` begins messages, `path` begins the keys for `data.ignore_columns`. Raises: RowError for a mark that is neither.
-    """
-    found = {name: values.pop(name) for name in names if name in values}
-    marks = {name: _mark(name, value, where, path, ignored) for name, value in found.items() if value is not None}
-    if len(set(marks.values())) > 1:
-        raise RowError(f"{where}{' and '.join(f'`{name}`' for name in marks)} contradict each other", hint="remove all but one of them")
-    return next(iter(marks.values()), None)
-
-
-def _mark(name: str, value: object, where: str, path: str, ignored: Collection[str]) -> bool:
-    if isinstance(value, (list, dict)):
-        raise RowError(f"{where}`{name}` holds {kind_of(cast(object, value))} instead of one mark", hint=TOKEN_MARKS)
-    if value not in (0, 1) or (name in FLAGS and isinstance(value, float)):
-        hint = "something is trained or not, and shares of a loss are not possible"
-        ignoring = ignoring_option([*ignored, path + name])
-        wanted = "true or false" if name in FLAGS else "0 or 1"
-        raise RowError(f"{where}`{name}` is {value!r}; it is {wanted}", hint=f"{hint}; `{ignoring}` trains it as if there were no mark")
-    return bool(value)
-
-
-def mark_of_parts(
-    parts: Sequence[bool | None], where: str, *, own: bool | None, names: Collection[str], of: str, is_answer: bool
-) -> bool | None:
-    """Return the mark of a message, from its own and those of its parts, whose marks are `names`, in its keys `of`.
-
-    Raises: RowError if parts of an answer differ.
-    """
-    marks = set(parts)
-    if own is not None:
-        marks = {own if mark is None else mark for mark in marks} | {own}
-    if False not in marks:
-        return True if True in marks else None
-    if marks == {False} or not is_answer:
-        return False
-    raise RowError(
-        f"{where}{listed_keys(names)} of parts of {of} exclude some of the answer, which is trained as a whole",
-        hint="mark the complete message with `train: false`, or write the row tokenized, with `labels`",
-    )
-
-
-def read_token_mask(column: str, value: Any, length: int) -> list[bool]:
-    """Return a mask of `length` tokens. Raises: ColumnError."""
-    if not isinstance(value, list):
-        raise ColumnError(column, f"holds {kind_of(value)} instead of a list of 0 and 1")
-    marks = cast(list[Any], value)
-    wrong = next((at for at, mark in enumerate(marks) if not isinstance(mark, (bool, int, float)) or mark not in (0, 1)), None)
-    if wrong is not None:
-        hint = "a token is trained or not; shares of a loss are not possible"
-        raise ColumnError(column, f"holds {marks[wrong]!r} at position {wrong}: marks of tokens are 0 or 1", hint=hint)
-    if len(marks) != length:
-        raise ColumnError(column, f"holds {len(marks)} marks, and `input_ids` holds {length} ids")
-    return [bool(mark) for mark in marks]
-
-
-# ---- Notes about rows: conditions that are allowed but reported, counted by kind and detail, with the first rows of each.
-
-
-class Note(NamedTuple):
-    kind: str
-    """The code of the notice that reports it."""
-    detail: str
-
-
-@dataclass(slots=True)
-class _Noted:
-    rows: int = 0
-    first: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(file, row in the file)."""
-
-
-class RowNotes:
-    """The notes of many rows. Memory is independent of the number of rows."""
-
-    def __init__(self) -> None:
-        self._noted: dict[Note, _Noted] = {}
-
-    def add(self, note: Note, file: int, row: int) -> None:
-        noted = self._noted.setdefault(note, _Noted())
-        noted.rows += 1
-        if len(noted.first) < NAMED_ROWS:
-            noted.first.append((file, row))
-
-    def merge(self, later: RowNotes) -> None:
-        for note, more in later._noted.items():
-            noted = self._noted.setdefault(note, _Noted())
-            noted.rows += more.rows
-            noted.first += more.first[: NAMED_ROWS - len(noted.first)]
-
-    def report(self, names: Sequence[str]) -> dict[str, dict[str, NamedRows]]:
-        """Return the rows per kind and detail, the most frequent detail first."""
-        report: dict[str, dict[str, NamedRows]] = {}
-        for note, noted in sorted(self._noted.items(), key=lambda item: (-item[1].rows, item[0])):
-            first = tuple(f"{names[file]}:{row}" for file, row in noted.first)
-            report.setdefault(note.kind, {})[note.detail] = NamedRows(noted.rows, first)
-        return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -19,34 +18,41 @@ import numpy as np
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, LabelledText, Text
-from fsdp_tune.data.format.row_account import KeyUse, Note, RowNotes
+from fsdp_tune.data.format.row_account import KeyUse
+from fsdp_tune.data.format.row_notes import Note, RowNotes
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.store import Int32, Int64, Mask
 from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat, template_for
+from fsdp_tune.data.tokenise.content_hash import content_hash
+from fsdp_tune.data.tokenise.conversations import chat_tokens
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
-from fsdp_tune.data.tokenise.encoding import (
+from fsdp_tune.data.tokenise.encoding import EncodedText, encode_segments, encode_texts
+from fsdp_tune.data.tokenise.special_tokens import (
     AS_CONTROL,
     AS_TEXT,
     INSEPARABLE,
-    EncodedText,
     InChat,
     InseparableError,
     RestoringEncoder,
     SpecialTokens,
-    chat_tokens,
-    encode_segments,
-    encode_texts,
     notes_of,
 )
-from fsdp_tune.run.manifest import digest_number
 
 CHUNK_ROWS = 1000
+
+
 CHUNK_BYTES = 2 << 20
 """Largest size of a chunk, in bytes of row content; a larger row is a chunk by itself."""
+
+
 NUMBER_BYTES = 8
+
+
 ALONE_CHUNKS = 10
 """Number of chunks before other processes are started, since starting them takes a second and small data do not need them."""
+
+
 REPEATED_RENDERINGS = 4
 """Number of chats per chunk that are rendered twice, to detect a template whose text differs from call to call."""
 
@@ -388,24 +394,3 @@ def _die_with(parent: Any) -> None:
 def _work(rows: list[RawRow], check_only: bool) -> Tokenised:  # noqa: FBT001  an executor passes by position
     assert _tokeniser is not None
     return _tokeniser.chunk(rows, check_only=check_only)
-
-
-# ---- A hash of the content of an example, equal for equal rows regardless of how a file or a recipe writes them.
-
-
-def content_hash(example: Example) -> int:
-    """Return a 64-bit hash of text, messages or ids alone: not of the order of keys, the trained parts or the tokenizer."""
-    text = json.dumps(_content(example), sort_keys=True, default=repr)
-    return digest_number(text)
-
-
-def _content(example: Example) -> list[Any]:
-    match example:
-        case Text():
-            return ["text", example.prompt + example.completion]
-        case LabelledText():
-            return ["text", "".join(text for text, _ in example.texts)]
-        case Chat():
-            return ["chat", example.messages, example.tools or [], *([example.variables] if example.variables else [])]
-        case Ids():
-            return ["ids", list(example.input_ids)]

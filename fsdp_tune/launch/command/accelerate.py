@@ -33,12 +33,12 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError, Problem, failed_error, usage_error
 from fsdp_tune.core.processes import port_refusal, without_ignored
 from fsdp_tune.core.secrets import MASK, has_secret_name, mask_text, masked
-from fsdp_tune.launch.machines.machine import Address, Route, interface_settings, route_to
+from fsdp_tune.launch.machines.route import Address, Route, interface_settings, route_to
 from fsdp_tune.recipe.fsdp_arguments import environment as library_environment
 from fsdp_tune.recipe.rules.launch import is_plain_setting, variables_to_allow
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import EarlyStart
+from fsdp_tune.run.early_start import EarlyStart
 from fsdp_tune.run.manifest import digest
 
 # Set by launchers for their own children, or read by accelerate and torchrun as defaults of options.

@@ -41,8 +41,9 @@ from fsdp_tune.run.directory import (
     refuse_when_held,
 )
 from fsdp_tune.run.event_parts import ChangedKey
-from fsdp_tune.run.launch_files import ResumeRequest, read_heartbeat, read_outcome, read_recipe_json, train_command
+from fsdp_tune.run.launch_files import ResumeRequest, read_recipe_json, train_command
 from fsdp_tune.run.manifest import Progress
+from fsdp_tune.run.rank_files import read_heartbeat, read_outcome
 from fsdp_tune.run.records import read_object
 
 AUTO = "auto"

@@ -23,8 +23,9 @@ from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, digest_of_recipe, locked
 from fsdp_tune.run.events import RecipeChanged
-from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest, clear
+from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import append_event
+from fsdp_tune.run.rank_files import clear
 from fsdp_tune.run.records import Document, Environment
 from fsdp_tune.run.written_files import model_files, record_model_files
 

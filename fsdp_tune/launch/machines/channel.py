@@ -23,7 +23,7 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FailedError, Problem
-from fsdp_tune.launch.machines.machine import INTERFACE_VARIABLES, Route
+from fsdp_tune.launch.machines.route import INTERFACE_VARIABLES, Route
 from fsdp_tune.launch.machines.store import SERVED_SECONDS, Exchanged, JsonObject
 
 CLOSE_SECONDS = SERVED_SECONDS + 5.0

@@ -23,25 +23,13 @@ from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.channel import Channel
-from fsdp_tune.launch.machines.machine import (
-    NOT_STARTED,
-    READ_SECONDS,
-    Fewer,
-    Identity,
-    MachineReport,
-    OwnDirectory,
-    Relayed,
-    SharedDirectory,
-    Standby,
-    before_launch,
-    combined,
-    difference,
-    relay,
-    started_again,
-    verdict_of,
-)
+from fsdp_tune.launch.machines.directories import READ_SECONDS, OwnDirectory, SharedDirectory
+from fsdp_tune.launch.machines.identity import Identity, difference
+from fsdp_tune.launch.machines.machine import NOT_STARTED, Fewer, MachineReport, Relayed, Standby, relay
+from fsdp_tune.launch.machines.verdicts import before_launch, combined, started_again, verdict_of
 from fsdp_tune.run.directory import Held, RunDir
-from fsdp_tune.run.launch_files import ECHO_CODES, RankState, Verdict, train_command
+from fsdp_tune.run.launch_files import train_command
+from fsdp_tune.run.rank_files import ECHO_CODES, RankState, Verdict
 
 POLL_SECONDS = 1.0  # READ_SECONDS while ranks run
 WORK_SECONDS = 1.0

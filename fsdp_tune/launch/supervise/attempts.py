@@ -20,7 +20,8 @@ from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import Fewer, Standby
-from fsdp_tune.launch.supervise.supervisor import EarlyLaunch, Event, Message, Supervisor
+from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
+from fsdp_tune.launch.supervise.supervisor import Event, Message, Supervisor
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import (
@@ -34,8 +35,9 @@ from fsdp_tune.run.directory import (
     missing_files,
 )
 from fsdp_tune.run.events import CheckpointRejected, MachinesChanged, Restarted
-from fsdp_tune.run.launch_files import ECHO_CODES, ResumeRequest, Verdict
+from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.metrics_file import append_event
+from fsdp_tune.run.rank_files import ECHO_CODES, Verdict
 
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""

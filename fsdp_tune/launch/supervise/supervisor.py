@@ -1,9 +1,4 @@
-"""Start the launcher of a run while the command still checks its inputs, so that the ranks import the libraries meanwhile.
-
-The command, the inspection of the model and the ranks all need seconds of imports. Here the ranks import once and side by side with the
-checks, and the first of them also inspects the model (`worker.__main__`). If the checks fail, everything is killed and nothing is written.
-
-Run a launch to its end: start it, forward signals, watch its ranks, and leave no process behind.
+"""Run a launch to its end: start it, forward signals, watch its ranks, and leave no process behind.
 
 Yields the lines of metrics.jsonl for the surface to show; the launcher's own output goes to logs/launcher.log. When a rank fails,
 torchrun's agent sends SIGTERM to the others, on which ranks save and stop: they would wait for the dead one. So the supervisor detects
@@ -13,132 +8,63 @@ failures itself and kills the other ranks after a short grace period.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import FileIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
-import yaml
 
-from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.core.ownership import is_alive, temporary_directory
+from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.core.processes import ends_with_parent, without_ignored
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.launches import Machines
+from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
-from fsdp_tune.launch.supervise.rank_watch import LaunchObservation, RankWatch, judge, kill_for_good
-from fsdp_tune.recipe.fsdp_arguments import accelerate_config
-from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.launch.supervise.judge import LaunchObservation, judge
+from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import Continued, TrainStarted, read_event
-from fsdp_tune.run.launch_files import EarlyStart, Heartbeat, Verdict, clear, disk_refusal
+from fsdp_tune.run.launch_files import disk_refusal
 from fsdp_tune.run.metrics_file import Follower, append_event
-
-EARLY_POLL_SECONDS = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyLaunch:
-    """A launcher whose ranks wait until `open` is called."""
-
-    files: EarlyStart
-    process: subprocess.Popen[str]
-    output: FileIO
-    """The launcher's log. It stays readable when the directory is removed, as a clean-up of /tmp does in a long run."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the launcher still runs. One that has ended has trained nothing, so that another one can take its place."""
-        return self.process.poll() is None
-
-    def inspection(self, limit_seconds: float) -> str:
-        """Wait for the document of the first rank's inspection of the model. Empty if the rank did not make it within the limit."""
-        deadline = LIVED.now() + limit_seconds
-        while self.is_waiting and not self.files.inspection_json.exists() and LIVED.now() < deadline:
-            time.sleep(EARLY_POLL_SECONDS)
-        with contextlib.suppress(OSError):
-            return self.files.inspection_json.read_text(encoding="utf-8")
-        return ""
-
-    def open(self) -> subprocess.Popen[str]:
-        """Let the ranks start: the run directory is complete. The caller watches and ends the launcher from here on."""
-        children.release(self.process)
-        DISK.mkdir(self.files.opened)
-        return self.process
-
-    def copy_log(self, log: Path) -> None:
-        """Append the launcher's new output to a log file."""
-        if new := self.output.read():
-            with DISK.open_private(log, "ab") as target:
-                target.write(new)
-
-    def remove_files(self) -> None:
-        """Remove the temporary directory. Ranks that have started need nothing of it."""
-        shutil.rmtree(self.files.path, ignore_errors=True)
-
-    def end(self) -> None:
-        """Kill what is left of the launcher and its ranks."""
-        children.release(self.process)
-        if self.is_waiting:
-            kill_for_good([psutil.Process(self.process.pid)])
-            self.process.wait()
-        self.output.close()
-        self.remove_files()
-
-
-@contextlib.contextmanager
-def start_early(plan: LaunchPlan, recipe: Recipe) -> Iterator[EarlyLaunch | None]:
-    """Start the launcher of all ranks. Leaving the block kills what is left of it. None if there is no room for its temporary files.
-
-    Call it in the main thread: the kernel kills the launcher with the thread that started it.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            early = _start(plan, recipe, EarlyStart(stack.enter_context(temporary_directory())))
-        except OSError:
-            early = None
-            stack.close()
-        try:
-            yield early
-        finally:
-            if early is not None:
-                early.end()
-
-
-def _start(plan: LaunchPlan, recipe: Recipe, files: EarlyStart) -> EarlyLaunch:
-    write_file(files.accelerate_yaml, yaml.safe_dump(accelerate_config(recipe), sort_keys=False))
-    write_file(files.recipe_json, recipe.model_dump_json(by_alias=True), private=True)
-    with DISK.open_private(files.launcher_log, "ab") as log:
-        output = FileIO(str(files.launcher_log))
-        process = children.start(plan.early_argv(files), plan.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    return EarlyLaunch(files, process, output)
-
+from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear
 
 POLL_SECONDS = 0.2
+
+
 METRICS_SECONDS = 0.5
 """metrics.jsonl may be on a network file system."""
+
+
 GRACE_SECONDS = 5.0
 """From the first failure until the other ranks are killed: time to write their own outcomes."""
+
+
 LINGER_SECONDS = 30.0
 """From the outcome of a rank, or the end of the last rank, until remaining processes are killed: NCCL may hang in its clean-up."""
+
+
 OTHER_MACHINES_SECONDS = 330.0
 """Agents of torchrun wait 300 s for each other at the end, and do not know that one was stopped or killed and never comes."""
+
+
 HANG_MARGIN_SECONDS = 3.0
 """A rank without progress for `launch.hang_timeout` dumps its flight recorder; the report is made this much later. With
 `hang.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
+
+
 ECHO_SECONDS = 0.5
 """Signals this close together count as one, such as a scheduler's signal to both the group and the process."""
+
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -436,8 +362,12 @@ def _kill_remaining(launcher: subprocess.Popen[str], watch: RankWatch) -> list[i
 
 STARTING_PHASES = frozenset({"starting", "importing", "loading the model", "reading back"})
 """Phases in which a signal ends a rank at once."""
+
+
 VOTE_STEPS = 2
 """Ranks vote after the step in progress and read the votes after the next one (`worker.agreement.StopVote`)."""
+
+
 NAMED_SECONDS = 1.0
 """The step of the stop is named if steps are known to take longer than this: a heartbeat is up to a second old."""
 

@@ -25,8 +25,8 @@ import numpy as np
 from isal.isal_zlib import crc32  # six times as fast as zlib's, which took as long as the copy itself
 
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES, DType, Extent, Shape, is_row_major, row_major
+from fsdp_tune.merge.read.dcp import damaged_chunk, locate
 from fsdp_tune.merge.read.reader import Chunk, LowRank, LowRankOfExperts, SourceTensor
-from fsdp_tune.merge.read.stored import damaged_chunk, locate
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from fsdp_tune.core.tensors.file_formats import (
     unwrapped,
 )
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
-from fsdp_tune.merge.lora.targets import AdapterConfig, Layers, add_layers, derive_config, find_config
+from fsdp_tune.merge.lora.config import AdapterConfig, derive_config, find_config
+from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.read.base import read_base, record_of_base, without_others
 from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, must_agree
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft

@@ -1,225 +1,28 @@
-"""`adapter_config.json`: the scaling of a LoRA adapter's factors (PEFT's `LoraConfig`, read from PEFT 0.21).
-
-Assign the factors of adapted experts (PEFT's `target_parameters`) to tensors of the base, stacked or one for each expert. Pure.
-
-transformers stacks the matrices of a mixture's experts in one parameter [experts, rows, columns]; the files of most models hold one
-tensor for each expert, and gate and up apart (`MergeModulelist` and `Concatenate` in transformers' `conversion_mapping`).
-
-Assign the factors of an adapter to tensors of the base, and find the tensors that it replaces. Pure.
-"""
+"""Assign the factors of an adapter to tensors of the base, and find the tensors that it replaces. Pure."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.families import EXPERT_MODULES, EXPERT_PARTS, OLD_HEADS, are_stacked_experts, is_embedding, is_head, tie_setting
-from fsdp_tune.core.files import read_regular
-from fsdp_tune.core.tensors.dtypes import Shape
-from fsdp_tune.core.tensors.file_formats import (
-    CONFIG_FILE,
-    MAGNITUDE,
-    PeftNames,
-    initialisation_that_changes_base,
-    is_trained_in_full,
-    other_arithmetic,
-    unwrapped,
-    value_for,
-)
+from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.core.families import OLD_HEADS, is_embedding, is_head, tie_setting
+from fsdp_tune.core.tensors.file_formats import unwrapped
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.ties import embedding_of
-from fsdp_tune.merge.read.reader import LowRank, LowRankOfExperts, SourceTensor
-
-MAX_CONFIG_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    path: Path
-    values: Mapping[str, Any]
-
-    @property
-    def base(self) -> str | None:
-        """The model that the adapter was trained on, as its config names it."""
-        value = self.values.get("base_model_name_or_path")
-        return value if isinstance(value, str) and value else None
-
-    @property
-    def fan_in_fan_out(self) -> bool:
-        return self.values.get("fan_in_fan_out") is True
-
-    @property
-    def use_dora(self) -> bool:
-        return self.values.get("use_dora") is True
-
-    @property
-    def ties_embeddings(self) -> bool:
-        return self.values.get("ensure_weight_tying") is True
-
-    def saves(self, weight: str) -> bool:
-        return is_trained_in_full(self.values, weight)
-
-    def parameters_of(self, module: str) -> list[str]:
-        """Return the parameters of a module that `target_parameters` names, by the last part of their names."""
-        named: Any = self.values.get("target_parameters") or []
-        split = [name.rpartition(".") for name in named if isinstance(name, str)]
-        return [parameter for owner, _, parameter in split if module == owner or module.endswith(f".{owner}")]
-
-    def scaling(self, module: str, rank: int) -> float:
-        """alpha / rank, or alpha / √rank with `use_rslora`, of one module. Raises: FailedError if the config has another rank."""
-        wanted = self._of_pattern("rank_pattern", module, self.values.get("r", 8))
-        alpha = self._of_pattern("alpha_pattern", module, self.values.get("lora_alpha", 8))
-        if type(wanted) is not int or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise self.wrong(f"it gives no rank and alpha of `{module}`")
-        if wanted != rank:
-            raise self.wrong(f"it says that the rank of `{module}` is {wanted}, and the factors have {rank}: it belongs to another adapter")
-        return alpha / (math.sqrt(rank) if self.values.get("use_rslora") is True else rank)
-
-    def _of_pattern(self, name: str, module: str, default: Any) -> Any:
-        patterns = self.values.get(name) or {}
-        if not isinstance(patterns, dict):
-            raise self.wrong(f"its `{name}` is not an object")
-        try:
-            return value_for(module, patterns, default)
-        except re.error as error:
-            raise self.wrong(f"its `{name}` has an invalid pattern: {error}") from error
-
-    def check_mergeable(self, *, has_own_base: bool) -> None:
-        """Raises: FailedError for anything but LoRA and DoRA. `has_own_base`: the weights under the adapter are in the checkpoint."""
-        kind = self.values.get("peft_type")
-        if kind != "LORA":
-            raise self.unsupported(f"the adapter is of the type {kind}")
-        if (name := other_arithmetic(self.values)) is not None:
-            raise self.unsupported(f"the adapter was trained with `{name}`")
-        start = initialisation_that_changes_base(self.values)
-        if not has_own_base and start is not None:
-            raise self.unsupported(
-                f"the adapter began with `init_lora_weights: {start}`, which changes the base as training begins",
-                "convert it with PEFT (`save_pretrained(…, path_initial_model_for_weight_conversion=…)`) and merge the result",
-            )
-
-    def unsupported(self, why: str, hint: str = "merge it with PEFT (`merge_and_unload`), or export it with `--adapter`") -> FsdpTuneError:
-        return failed_error("merge-adapter-unsupported", f"{why}: only LoRA and DoRA are merged", where=Where(str(self.path)), hint=hint)
-
-    def wrong(self, why: str) -> FsdpTuneError:
-        return failed_error(
-            "merge-adapter-config",
-            f"the adapter's config cannot be used: {why}",
-            where=Where(str(self.path)),
-            hint=f"give the right one with `--adapter-config` (the {CONFIG_FILE} that PEFT wrote)",
-        )
-
-
-def find_config(given: Path | None, places: Sequence[Path]) -> AdapterConfig | None:
-    """The one that was given (a file, or the directory that holds it), else the first beside the weights."""
-    if given is not None:
-        path = given / CONFIG_FILE if given.is_dir() else given
-        if not path.is_file():
-            raise usage_error("merge-adapter-config", f"there is no {CONFIG_FILE} here", where=Where(str(given)))
-        return _read(path)
-    for place in places:
-        if (place / CONFIG_FILE).is_file():
-            return _read(place / CONFIG_FILE)
-    return None
-
-
-def _read(path: Path) -> AdapterConfig:
-    try:
-        values = json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterConfig(path, {}).wrong(str(error)) from error
-    if not isinstance(values, dict):
-        raise AdapterConfig(path, {}).wrong("it is not a JSON object")
-    return AdapterConfig(path, values)
-
-
-def derive_config(names: PeftNames, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return the text of an `adapter_config.json`, as far as the tensors tell it: ALPHA stands for `lora_alpha`.
-
-    None for experts, of which the names of the factors do not tell the parameter.
-    """
-    if any("base_layer" in module.split(".") or are_stacked_experts(module) for module in names.factors):
-        return None
-    keys = {module: parts.get("lora_A") or parts.get("lora_embedding_A") for module, parts in names.factors.items()}
-    ranks = {module: shapes[key][0] for module, key in keys.items() if key is not None and shapes[key]}
-    if not ranks:
-        return None
-    (rank, _), *_ = Counter(ranks.values()).most_common()
-    fields: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": "ALPHA"}
-    fields["target_modules"] = sorted({module.rpartition(".")[2] for module in names.factors})
-    fields |= {"rank_pattern": others} if (others := {module: each for module, each in ranks.items() if each != rank}) else {}
-    fields |= {"use_dora": True} if any(name.endswith(MAGNITUDE) for name in names.others) else {}
-    saved = sorted({name.rpartition(".")[0] for name in names.saved})
-    fields |= {"modules_to_save": saved} if saved else {}
-    return json.dumps(fields).replace('"ALPHA"', "ALPHA")
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Experts of the base: `shape` [rows, columns] of one of them, and their tensors as (name, expert, first row in its matrix).
-
-    The expert is None for one tensor with all of them.
-    """
-
-    experts: int
-    shape: Shape
-    tensors: tuple[tuple[str, int | None, int], ...]
-
-    @property
-    def is_one_tensor(self) -> bool:
-        return self.tensors[0][1] is None
-
-
-def find_stack(base: Mapping[str, SourceTensor], name_in_base: Callable[[str], str | None], owner: str, parameter: str) -> Stack | None:
-    """Return the experts that the model holds as `owner`.`parameter`; None if the base has neither the stack nor all its parts."""
-    for module in dict.fromkeys(owner.replace(*spelling) for spelling in EXPERT_MODULES):
-        if (name := name_in_base(f"{module}.{parameter}")) is not None and len(base[name].shape) == 3:
-            return Stack(base[name].shape[0], base[name].shape[1:], ((name, None, 0),))
-        for parts in EXPERT_PARTS.get(parameter, ()):
-            tensors: list[tuple[str, int | None, int]] = []
-            experts, rows, columns = 0, 0, {0}
-            while None not in (names := [name_in_base(f"{module}.{experts}.{part}.weight") for part in parts]):
-                found = [name for name in names if name is not None]
-                firsts = [sum(base[each].shape[0] for each in found[:index]) for index in range(len(found))]
-                tensors += [(name, experts, first) for name, first in zip(found, firsts, strict=True)]
-                rows, columns = sum(base[name].shape[0] for name in found), {base[name].shape[1] for name in found}
-                experts += 1
-            if tensors and len(columns) == 1:
-                return Stack(experts, (rows, *columns), tuple(tensors))
-    return None
-
-
-def updates(stack: Stack, a: SourceTensor, b: SourceTensor, scaling: float, *, is_transposed: bool) -> dict[str, LowRankOfExperts]:
-    """Return the update of each tensor of a stack, by name."""
-    return {
-        name: LowRankOfExperts(scaling, b, a, stack.experts, is_transposed, expert, first_row) for name, expert, first_row in stack.tensors
-    }
-
-
-def are_transposed(stack: Stack, shape: Shape, gate_up: Stack | None) -> bool | None:
-    """Return whether the matrices are [in, out] (GPT-OSS); None if they do not fit `shape` [out, in], or if nothing tells.
-
-    `gate_up` tells it of a square `down_proj`: its matrices are [in, 2 · out] or [2 · out, in].
-    """
-    if not stack.is_one_tensor:
-        return False if stack.shape == shape else None
-    if shape[0] != shape[1]:
-        return stack.shape != shape if stack.shape in (shape, shape[::-1]) else None
-    if stack.shape != shape or gate_up is None or not gate_up.is_one_tensor or gate_up.shape[0] == gate_up.shape[1]:
-        return None
-    return gate_up.shape[0] == shape[0]
-
+from fsdp_tune.merge.lora.config import AdapterConfig
+from fsdp_tune.merge.lora.experts import are_transposed, find_stack, updates
+from fsdp_tune.merge.read.reader import LowRank, SourceTensor
 
 MOST_RANK = 65_536
+
+
 WIDEST_BYTES = 8
 """Of one element."""
+
+
 VOCABULARY_KEY = "vocab_size"
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.merge.read.dcp import only_optimizer_state, read_dcp
+from fsdp_tune.merge.read.hf_shards import read_hf_shards
 from fsdp_tune.merge.read.reader import ArchiveExtent, Chunk, SourceFiles, SourceTensor, is_peft, model_names, optimizer_state
-from fsdp_tune.merge.read.stored import only_optimizer_state, read_dcp, read_hf_shards, read_safetensors
+from fsdp_tune.merge.read.safetensors_files import read_safetensors
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
 from fsdp_tune.run.directory import RunDir, checkpoint_step
 

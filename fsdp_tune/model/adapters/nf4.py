@@ -21,7 +21,7 @@ from fsdp_tune.core.errors import Notice, usage_error
 from fsdp_tune.core.families import is_router
 from fsdp_tune.core.tensors.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES
 from fsdp_tune.core.units import format_bytes
-from fsdp_tune.model.adapters.lora import is_stack
+from fsdp_tune.model.adapters.targets import is_stack
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.local import NF4_PACKED, count_elements, elements, kept_in_fp32, local_part
 from fsdp_tune.recipe.schema.recipe import Recipe

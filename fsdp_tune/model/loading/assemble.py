@@ -15,20 +15,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import KIB
+from fsdp_tune.model.active_parameters import active_parameters
 from fsdp_tune.model.adapters.lora import name_in_base
-from fsdp_tune.model.experts import active_parameters
-from fsdp_tune.model.kernels.install import compile_layers, install_kernels
+from fsdp_tune.model.kernels.compiled import compile_layers, install_kernels
 from fsdp_tune.model.kernels.linear_layers import convert_to_fp8, require_gpu
 from fsdp_tune.model.loading.adapter_files import start_adapters
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
-from fsdp_tune.model.loading.stored_tensors import untie
+from fsdp_tune.model.loading.nf4_files import refuse_unread
 from fsdp_tune.model.loading.tensor_account import account_for
-from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices, refuse_unread
+from fsdp_tune.model.loading.untie import untie
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.shard.local import copy_part, count_elements, decayed_names, refresh_scales
+from fsdp_tune.model.shard.process_groups import destroy_group, join_groups, make_groups, make_mesh, untimed_group
 from fsdp_tune.model.shard.recompute import recompute_activations
-from fsdp_tune.model.shard.wrap import destroy_group, join_groups, make_groups, make_mesh, untimed_group, wrap
+from fsdp_tune.model.shard.wrap import wrap
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 

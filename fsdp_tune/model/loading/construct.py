@@ -24,10 +24,13 @@ from fsdp_tune.model.experts import allow_any_width
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
-from fsdp_tune.model.loading.positions import fix_rotary_frequencies, require_rotary_scaling, scale_positions
-from fsdp_tune.model.loading.stored_tensors import Stored, read_whole, untie
+from fsdp_tune.model.loading.nf4_files import refuse_other_quantisation, without_quantisation
+from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_positions
+from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
+from fsdp_tune.model.loading.stored_tensors import Stored, read_whole
 from fsdp_tune.model.loading.unfilled import not_converted, require_filled
-from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, refuse_other_quantisation, without_quantisation
+from fsdp_tune.model.loading.untie import untie
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files
 from fsdp_tune.model.model_files import untrained_tokens
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
 from fsdp_tune.recipe.read.loader import architecture

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, collected
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
+from fsdp_tune.recipe.schema.optimizers import pairs_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import pairs_of
 from fsdp_tune.run.base_model import BaseLayout
 from fsdp_tune.run.written_files import require_unchanged_output
 
@@ -35,14 +35,14 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.adapters.nf4 import nf4_notices
     from fsdp_tune.model.kernels.attention import large_mask_notices
     from fsdp_tune.model.kernels.class_kernels import slow_kernel_notices
-    from fsdp_tune.model.kernels.install import choose_kernels
+    from fsdp_tune.model.kernels.compiled import choose_kernels
     from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts
-    from fsdp_tune.model.loading.saved_layout import local_tensors
-    from fsdp_tune.model.loading.stored_tensors import check_weight_files
+    from fsdp_tune.model.loading.exported_config import local_tensors
     from fsdp_tune.model.loading.tensor_account import account_for
-    from fsdp_tune.model.optim.adamw import require_optimizer
+    from fsdp_tune.model.loading.weight_files import check_weight_files
+    from fsdp_tune.model.optim.adamw_in_blocks import require_optimizer
 
     problems = check_weight_files(recipe)
     notices: list[Notice] = []
@@ -88,17 +88,16 @@ def _facts(
 ) -> ModelFacts:
     from fsdp_tune.model.internals.transformers_internals import attention_of
     from fsdp_tune.model.loading import construct
-    from fsdp_tune.model.loading.positions import positions_of_run
-    from fsdp_tune.model.loading.saved_layout import (
+    from fsdp_tune.model.loading.exported_config import (
         base_folder,
-        base_layout,
         exported_config,
         exported_generation_config,
         is_part_of_other,
         is_text_alone,
-        published_names,
         record_of_run,
     )
+    from fsdp_tune.model.loading.positions import positions_of_run
+    from fsdp_tune.model.loading.saved_layout import base_layout, published_names
     from fsdp_tune.model.shard.local import count_elements
 
     changes: dict[str, Any] = {} if packaged else construct.config_changes(recipe)
@@ -207,7 +206,7 @@ def _untrained_experts(model: Any) -> list[Notice]:
 
 
 def _untrained_parts(model: Any) -> list[Notice]:
-    from fsdp_tune.model.adapters.lora import parts_without_text
+    from fsdp_tune.model.adapters.targets import parts_without_text
 
     parts = [name for name in parts_without_text(model) if any(True for _ in model.get_submodule(name).parameters())]
     if not parts:
@@ -233,7 +232,8 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 def _limits(recipe: Recipe, model: Any, found: ModelFacts) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
     from fsdp_tune.model.loading.packing import packing_problem
-    from fsdp_tune.model.loading.positions import beyond_table_of_positions, fixed_rotary
+    from fsdp_tune.model.loading.positions import beyond_table_of_positions
+    from fsdp_tune.model.loading.rotary import fixed_rotary
 
     problems: list[Problem] = []
     notices: list[Notice] = [] if found.packaged else tie_notices(recipe)

@@ -21,7 +21,8 @@ from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.families import family_of
 from fsdp_tune.core.small_config import scale_down_config
 from fsdp_tune.model.kernels.attention import has_variable_lengths, live_attention
-from fsdp_tune.model.sequence_parallel import attention_disabled, packing_known
+from fsdp_tune.model.known_rows import packing_known
+from fsdp_tune.model.sequence_parallel import attention_disabled
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 EXAMPLE_TOKENS = 12

@@ -1,17 +1,7 @@
-"""Tensors in the files of a base: read, checked, and those that the model ties.
-
-Tensors in safetensors files: where their elements are, and reading of consecutive ones.
+"""Tensors in safetensors files: where their elements are, and reading of consecutive ones.
 
 The bytes are read, not mapped: pages of a mapped file count as memory of the rank that accessed them, and a file that is not
 cached would be read in page faults of a few pages.
-
-Check that the weight files of a model directory are there and are weights: a stat and eight bytes of each, before ranks load them.
-
-Untie a model whose files store an output head that differs from the input embedding, whatever its config.json states.
-
-transformers compares the two tensors too (`tie_weights`, modeling_utils.py, 5.23) and loads them untied, but its config still ties them,
-so that a model without weights, a later `tie_weights` and the size of a plan would follow the flag. Merging has the same rule
-(`merge/copy/ties.py`).
 """
 
 from __future__ import annotations
@@ -19,26 +9,18 @@ from __future__ import annotations
 import functools
 import json
 import math
-import pickle
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.families import TIE_KEY, is_embedding, is_head, tied_candidates
-from fsdp_tune.core.hub import cached_model_file
+from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
 from fsdp_tune.core.tensors.encodings import Encoded, Encodings
-from fsdp_tune.core.tensors.file_formats import MAX_HEADER_BYTES, WEIGHTS_FILE, DamagedHeader, HeaderEntry, read_header
-from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import run_of
+from fsdp_tune.core.tensors.file_formats import DamagedHeader, HeaderEntry, read_header
 
 DTYPES = {
     "F64": torch.float64,
@@ -200,180 +182,3 @@ def read_whole(stored: Stored) -> torch.Tensor:
     with open(stored.file, "rb", buffering=0) as file:
         found = read_elements(file, stored, stored.start, rows * stored.row_elements, bytearray(0)).clone()
     return found if stored.codes is None else stored.codes.of_rows(0, rows, found)
-
-
-_POINTER = b"version "
-"""The first eight bytes of a git-lfs pointer: `version https://git-lfs.github.com/spec/v1`."""
-_FORMATS = ((SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME))
-
-
-def check_weight_files(recipe: Recipe) -> list[Problem]:
-    """Return the problems of the files that the ranks would load: of a local model directory and of `lora.adapter`.
-
-    Files of the hub's cache are complete: they are renamed into place when their download has ended.
-    """
-    name = recipe.model.name_or_path
-    problems: list[Problem] = []
-    if name is not None and recipe.model.from_config is None and Path(name).is_dir() and run_of(Path(name)) is None:
-        problems += _check_model(Path(name))
-    adapter = recipe.lora.adapter if recipe.lora is not None else None
-    if adapter is not None and (file := Path(adapter) / WEIGHTS_FILE).is_file():
-        problems += _check_file(file)
-    return problems
-
-
-def _check_model(folder: Path) -> list[Problem]:
-    for index, single in _FORMATS:  # in the order in which transformers looks for them
-        if (folder / single).is_file():
-            return _check_file(folder / single)
-        if (folder / index).is_file():
-            return _check_shards(folder, folder / index)
-    return []  # a configuration alone can be planned
-
-
-def _check_shards(folder: Path, index: Path) -> list[Problem]:
-    if problems := _check_pointer(index):
-        return problems
-    try:
-        found: Any = json.loads(index.read_bytes())
-        names = sorted(set(found["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"the index of the weights cannot be read ({type(error).__name__}: {error})"
-        return [Problem("model-weights-damaged", message, Where(str(index)), "download or copy the file again")]
-    missing = [name for name in names if not (folder / str(name)).is_file()]
-    problems = [problem for name in names if name not in missing for problem in _check_file(folder / str(name))]
-    if missing:
-        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (", …" if len(missing) > 3 else "")
-        message = f"the index names {len(names)} files of weights, and {len(missing)} are not there: {shown}"
-        problems.append(Problem("model-weights-missing", message, Where(str(index)), "download or copy these files"))
-    return problems
-
-
-def _check_file(file: Path) -> list[Problem]:
-    if problems := _check_pointer(file):
-        return problems
-    if file.suffix != ".safetensors":
-        return []
-    size_bytes, first = file.stat().st_size, _first_bytes(file)
-    header_bytes = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-    if len(first) == 8 and 0 < header_bytes <= min(size_bytes - 8, MAX_HEADER_BYTES):
-        return []
-    message = f"it is not a complete safetensors file: {size_bytes:,} bytes, with a header of {header_bytes:,}"
-    return [Problem("model-weights-damaged", message, Where(str(file)), "download or copy the file again")]
-
-
-def _check_pointer(file: Path) -> list[Problem]:
-    if _first_bytes(file) != _POINTER:
-        return []
-    message = "it is a git-lfs pointer of the file, which was not downloaded"
-    hint = f"`git lfs pull` in {file.parent}, or `hf download` the model"
-    return [Problem("model-weights-pointer", message, Where(str(file)), hint)]
-
-
-def _first_bytes(file: Path) -> bytes:
-    with open(file, "rb") as opened:
-        return opened.read(8)
-
-
-BLOCK_ELEMENTS = 1 << 22
-
-
-def untie(recipe: Recipe, config: PreTrainedConfig) -> Notice | None:
-    """Set `tie_word_embeddings: false` in a config whose files decide so, and return the notice about it.
-
-    Only files on this machine are read. Raises: usage error if the recipe itself ties what the files store apart.
-    """
-    stated = recipe.model.config_overrides.get(TIE_KEY)
-    places = [place for place in (config, config.get_text_config()) if getattr(place, TIE_KEY, False)]
-    if stated is False or not places or (apart := _stored_apart(recipe)) is None:
-        return None
-    both = f"{recipe.model.name_or_path} stores `{apart.head}` and `{apart.embedding}` with different values"
-    if stated is True:
-        raise usage_error(
-            "tie-contradicts-weights",
-            f"model.config_overrides: `{TIE_KEY}: true` would drop the output head: {both}",
-            where=Where(key="model.config_overrides"),
-            hint=f"leave `{TIE_KEY}` out of model.config_overrides",
-        )
-    for place in places:
-        setattr(place, TIE_KEY, False)
-    message = f"{both}, so the head is a weight of its own, although the model's configuration has `{TIE_KEY}: true`"
-    return Notice("weights-untied", message, hint=f"`--set model.config_overrides.{TIE_KEY}=false` states the same")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPair:
-    """An output head and an input embedding of one shape, by their names in the files."""
-
-    head: str
-    embedding: str
-
-
-def _stored_apart(recipe: Recipe) -> StoredPair | None:
-    """Return the first head of the model's files that differs from an embedding, or None."""
-    name = recipe.model.name_or_path
-    if name is None or recipe.model.from_config is not None or run_of(Path(name)) is not None:
-        return None
-
-    def local(file: str) -> Path | None:
-        if Path(name).is_dir():
-            return path if (path := Path(name) / file).is_file() else None
-        return cached_model_file(name, recipe.model.revision, file)
-
-    safe = _files(local, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    pickled = [] if safe else _files(local, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    return _first_apart(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in safe or pickled), is_pickled=bool(pickled))
-
-
-def _files(local: Callable[[str], Path | None], single: str, index: str) -> list[Path]:
-    """Return the files that hold heads and embeddings."""
-    if (found := local(index)) is None:
-        return [path] if (path := local(single)) is not None else []
-    names = sorted({file for name, file in read_weight_map(found).items() if is_head(name) or is_embedding(name)})
-    return [path for path in map(local, names) if path is not None]
-
-
-@functools.lru_cache(maxsize=8)
-def _first_apart(files: tuple[tuple[Path, int, int], ...], *, is_pickled: bool) -> StoredPair | None:
-    """Compare heads with embeddings. The sizes and times of the files are part of the key under which an answer is cached."""
-    tensors: dict[str, Stored | torch.Tensor] = {}
-    for path, _, _ in files:
-        tensors.update(_pickled_tensors(path) if is_pickled else tensors_of(path))
-    for head, embedding in tied_candidates({name: tuple(tensor.shape) for name, tensor in tensors.items()}).items():
-        if not _are_equal(tensors[head], tensors[embedding]):
-            return StoredPair(head, embedding)
-    return None
-
-
-def _pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError):
-        return {}  # from before zip archives, which cannot be mapped, or damaged: transformers reads it, or reports it
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and (is_head(name) or is_embedding(name))}
-
-
-def _are_equal(one: Stored | torch.Tensor, other: Stored | torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have equal values; of one dtype, equal bytes. Stops at the first block that differs."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.data_ptr() == other.data_ptr():
-        return True
-    return all(_same(left, right) for left, right in zip(_blocks(one), _blocks(other), strict=True))
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype == right.dtype:
-        return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
-    return torch.equal(left.double(), right.double())
-
-
-def _blocks(tensor: Stored | torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements in order, BLOCK_ELEMENTS at a time."""
-    total = math.prod(tensor.shape)
-    starts = range(0, total, BLOCK_ELEMENTS)
-    if isinstance(tensor, torch.Tensor):
-        yield from (tensor.reshape(-1)[start : start + BLOCK_ELEMENTS] for start in starts)
-        return
-    with open(tensor.file, "rb", buffering=0) as file:
-        for start in starts:
-            count = min(BLOCK_ELEMENTS, total - start)
-            yield read_elements(file, tensor, tensor.start + start * tensor.dtype.itemsize, count, bytearray(0))

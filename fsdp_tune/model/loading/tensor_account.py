@@ -25,7 +25,7 @@ from fsdp_tune.core.families import LAYERS, part_of
 from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, StoredType, Unread, find_encodings, method_of
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import layers_in_4_bits
-from fsdp_tune.model.loading.unfilled import Source, unfilled_problems
+from fsdp_tune.model.loading.unfilled import TensorSource, unfilled_problems
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseRecord
@@ -120,7 +120,7 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     if not problems:  # else they may be what is missing
         shapes = {name: stored.shape for name, stored in plain.items()} | {name: each.shape for name, each in encodings.weights.items()}
         sources = {
-            name: Source((in_model[name].name, *in_model[name].others), shapes.get(name), in_model[name].is_converted)
+            name: TensorSource((in_model[name].name, *in_model[name].others), shapes.get(name), in_model[name].is_converted)
             for name in parameters
         }
         problems += unfilled_problems(recipe, model, state, sources, base.files)

@@ -31,7 +31,7 @@ _OTHER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor of the files: the parameters that are made of it, and its shape (of a quantised weight, decoded). `shape` is None for
     tensors whose reader checks them. `is_converted`: transformers joins, splits or transposes it."""
 
@@ -41,7 +41,11 @@ class Source:
 
 
 def unfilled_problems(
-    recipe: Recipe, model: PreTrainedModel, state: Mapping[str, torch.Tensor], sources: Mapping[str, Source], files: Mapping[str, Path]
+    recipe: Recipe,
+    model: PreTrainedModel,
+    state: Mapping[str, torch.Tensor],
+    sources: Mapping[str, TensorSource],
+    files: Mapping[str, Path],
 ) -> list[Problem]:
     """Return the problems of parameters that `sources` {tensor of the files: source} do not fill. `state`: {name: tensor} of the model."""
     plain = {target: name for name, source in sources.items() if not source.is_converted for target in source.targets}

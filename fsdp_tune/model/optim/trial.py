@@ -13,11 +13,11 @@ from torch import nn
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.units import shown
-from fsdp_tune.model.optim.optimizer import create_optimizer
+from fsdp_tune.model.optim.muon import create_optimizer
 from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.rules.rates import UNREAD
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, optimizer_name, pairs_of
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import OPTIMIZERS, optimizer_name, pairs_of
 
 _KEY = "training.optim_args"
 _STEPS = 4

@@ -1,10 +1,4 @@
-"""Keep inputs of recomputed layers in host memory: copied out while the layer computes, and back during the backward of the next layer.
-
-torch's `save_on_cpu` copies on the compute stream, which then waits for the host link twice per layer. Here a separate stream copies:
-out during the layer's forward, after which the source memory may be reused; back when the layer above starts its backward, so that
-the input of one more layer is on the device at that time.
-
-Activation checkpointing of decoder layers with preserved random state, so that dropout draws the same mask twice.
+"""Activation checkpointing of decoder layers with preserved random state, so that dropout draws the same mask twice.
 
 Accelerate's FSDP2 path recomputes with `preserve_rng_state=False`: with dropout, the gradients are then not those of the
 loss. A layer's `forward` is replaced inside FSDP's hooks, so that the unit is gathered once for recomputation and
@@ -15,107 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers import PreTrainedModel
 
 from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, SCALED_MM, SCHEMA, observing_mode
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.model.shard.host_copies import HostCopies
 from fsdp_tune.recipe.schema.recipe import Recipe
-
-
-@dataclass(eq=False)
-class _Inputs:
-    """Saved inputs of one layer in one forward."""
-
-    below: weakref.ref[_Inputs] | None
-    """Inputs of the layer below; the reference is dead after its backward."""
-    stay: bool
-    kept: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    """Copies on the host, or the original tensors if they stay."""
-    back: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    """Copies on the device, complete or in flight, by index."""
-    arrived: Any = None
-
-
-class HostCopies:
-    """The host copies of one model. All its layers copy on one stream, in order."""
-
-    def __init__(self) -> None:
-        self._device = torch.device("cpu")
-        self._stream: Any = None
-        self._leaving: list[tuple[Any, torch.Tensor]] = []
-        self._last: weakref.ref[_Inputs] | None = None
-
-    @contextlib.contextmanager
-    def of_layer(self, *, stay: bool) -> Iterator[None]:
-        """Save the inputs of one layer during its forward. `stay` is for the last layer, whose inputs the backward needs immediately."""
-        inputs = _Inputs(self._last, stay)
-        self._last = weakref.ref(inputs)
-        with saved_tensors_hooks(functools.partial(self._pack, inputs), self._unpack):
-            yield
-        for departed, _ in self._leaving:
-            self._current().wait_event(departed)
-        self._leaving.clear()
-
-    def _pack(self, inputs: _Inputs, tensor: torch.Tensor) -> tuple[_Inputs, int] | torch.Tensor:
-        tensor = tensor.detach()
-        if not tensor.numel():
-            return tensor  # torch 2.11 also saves an empty tensor
-        if not inputs.stay:
-            self._device = tensor.device
-            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._leaving.append((self._copy(tensor, host), tensor))
-            tensor = host
-        inputs.kept.append(tensor)
-        return inputs, len(inputs.kept) - 1
-
-    def _unpack(self, packed: tuple[_Inputs, int] | torch.Tensor) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        inputs, index = packed
-        below = inputs.below() if inputs.below is not None else None
-        if inputs.stay:
-            tensor = inputs.kept[index]
-        else:
-            if index not in inputs.back:
-                self._fetch(inputs)
-            self._current().wait_event(inputs.arrived)
-            tensor = inputs.back[index]
-        if below is not None and not below.stay and not below.back:
-            self._fetch(below)
-        return tensor
-
-    def _fetch(self, inputs: _Inputs) -> None:
-        """Start copying inputs back to the device. The started backward uses them all, so no memory is freed while a copy is in flight."""
-        for index, host in enumerate(inputs.kept):
-            inputs.back[index] = torch.empty_like(host, device=self._device)
-            inputs.arrived = self._copy(host, inputs.back[index])
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Copy after all work issued so far, since the allocator relies on the order of the compute stream. Return the completion event."""
-        module = self._module
-        if self._stream is None:
-            self._stream = module.Stream(priority=0)
-        self._stream.wait_stream(self._current())
-        with module.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
-
-    def _current(self) -> Any:
-        return self._module.current_stream()
-
-    @property
-    def _module(self) -> Any:
-        return torch.get_device_module(self._device)
-
 
 aten = torch.ops.aten
 
@@ -180,7 +86,11 @@ def _selective_contexts() -> Any:
 # ---- Whether a layer computes again what its forward computed
 
 _SAMPLED_ALONG_DIMENSION = 16
+
+
 _ALLOWED = {torch.float32: 1e-3, torch.float64: 1e-3}
+
+
 _ALLOWED_IN_HALF_PRECISION = 5e-2
 """Relative, of sampled values of a product. The same operands in the same kernel: only one that adds in any order gives a difference."""
 

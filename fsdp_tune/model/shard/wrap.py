@@ -1,27 +1,14 @@
-"""Wrap a model in FSDP: its mesh, its process groups, its units, and the gathering of whole parameters.
-
-Apply the recipe's sharding to a model: device mesh, FSDP units, mixed precision, offload, prefetch.
+"""Apply the recipe's sharding to a model: device mesh, FSDP units, mixed precision, offload, prefetch.
 
 The model is wrapped before it is passed to Accelerate, which does not change an `FSDPModule`. Accelerate's own path cannot
 wrap by size, sums gradients in bf16, and casts the model's output.
-
-Find gathered FSDP units, and reshard them after a forward without a backward.
-
-Units that stay gathered after the forward (the root, the kept tail, every unit under SHARD_GRAD_OP) are resharded by their backward.
-Without a backward they stay gathered; the optimizer then updates the shards, and the next step would compute with the old weights.
-
-The process groups of a run, from its topology.
-
-Process groups without a practical timeout, to wait for a rank that downloads, reads or writes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,19 +16,19 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from fsdp_tune.core.topology import DIMENSIONS
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
-from fsdp_tune.model.shard.local import TORCH_DTYPE, bare_class, bare_model, plain_name
+from fsdp_tune.model.shard.local import TORCH_DTYPE, bare_class
+from fsdp_tune.model.shard.process_groups import groups_of
+from fsdp_tune.recipe.schema.optimizers import state_bits
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import state_bits
 
 
 def mixed_precision_policy(recipe: Recipe) -> MixedPrecisionPolicy:
@@ -226,7 +213,7 @@ def _parameters(unit: FSDPModule) -> Iterable[nn.Parameter]:
 
 
 def _wrap_fsdp1(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
     policy = mixed_precision_policy(recipe)
@@ -247,111 +234,3 @@ def _wrap_fsdp1(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         device_id=torch.device("cpu") if device.type == "cpu" else device,  # FSDP1 rejects `cpu:0`
         sync_module_states=False,
     )
-
-
-Units = list[tuple[str, Any]]
-"""(name, FSDP2 parameter group or FSDP1 module) of each unit."""
-
-
-def units_of(wrapped: nn.Module) -> Units:
-    """Return every unit of a wrapped model, under the name of its first module."""
-    if isinstance(wrapped, FullyShardedDataParallel):
-        fsdp1 = [(name, each) for name, each in wrapped.named_modules() if isinstance(each, FullyShardedDataParallel)]
-        return [(plain_name(name) or "(root)", each) for name, each in fsdp1]
-    names = {id(module): name for name, module in wrapped.named_modules()}
-    return [(names[id(group.modules[0])] or "(root)", group) for group in fsdp_groups(wrapped)]
-
-
-def gathered_units(units: Units) -> list[str]:
-    """Return the names of the units whose full parameters are in memory."""
-    return [name for name, unit in units if _is_gathered(unit)]
-
-
-def _is_gathered(unit: Any) -> bool:
-    if not isinstance(unit, FullyShardedDataParallel):
-        return not unit.is_sharded
-    handle = internals.HANDLE.of(unit)
-    if handle is None or not handle.uses_sharded_strategy:
-        return False
-    # The first forward allocates the storage for full parameters.
-    return internals.FULL_PARAMETER.of(handle.flat_param) is not None and not handle.needs_unshard()
-
-
-@contextlib.contextmanager
-def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run forwards outside of a training step, without gradients. On exit, units are sharded and generators restored.
-
-    Every forward except those of `model.step.forward_backward` runs in this context.
-    """
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
-    finally:
-        for _, unit in units_of(wrapped):
-            if isinstance(unit, FullyShardedDataParallel):
-                if _is_gathered(unit):
-                    internals.RESHARD.get()(unit, internals.HANDLE.of(unit), True)
-            else:
-                unit.reshard()
-                # A backward prefetches in the recorded order of forwards. This forward has no backward; the next one would use its record.
-                unit.comm_ctx.post_forward_order.clear()
-                internals.FORWARD_RECORD.of(unit).clear()
-
-
-def make_mesh(recipe: Recipe, device_type: str) -> DeviceMesh | None:
-    """Return the mesh that parameters shard over: [copy], or [replicate, copy] for the hybrid strategies; None for plain DDP.
-
-    `copy` is the dimensions that have shards of their own, flattened: ranks that share rows hold different shards.
-    """
-    if not recipe.is_sharded:
-        return None
-    topology = recipe.topology
-    if recipe.is_hybrid:
-        return init_device_mesh(device_type, (topology.replicate, topology.copy_size), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh(device_type, (topology.copy_size,), mesh_dim_names=("dp_shard",))
-
-
-def make_groups(recipe: Recipe, device_type: str) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group along each dimension whose ranks share rows, by its name; none of a single rank. Collective."""
-    found: dict[str, dist.ProcessGroup] = {}
-    for name, dimension in DIMENSIONS.items():
-        outside, ranks, inside = recipe.topology.split(name)
-        if not dimension.has_own_rows and ranks > 1:
-            names, sizes = ("outside", name, "inside"), (outside, ranks, inside)
-            kept = 2 if inside == 1 else 3
-            found[name] = init_device_mesh(device_type, sizes[:kept], mesh_dim_names=names[:kept]).get_group(name)
-    return found
-
-
-def join_groups(model: nn.Module, groups: dict[str, dist.ProcessGroup]) -> None:
-    """Let the model's forwards and backwards run over `groups`, by the name of the dimension."""
-    model.rank_groups = groups  # type: ignore[assignment]  # nn.Module declares its attributes as tensors and modules
-
-
-def groups_of(wrapped: nn.Module) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of a (wrapped) model by the name of the dimension; none if each rank has rows of its own."""
-    found: dict[str, dist.ProcessGroup] = vars(bare_model(wrapped)).get("rank_groups", {})
-    return found
-
-
-def untimed_group() -> dist.ProcessGroup:
-    """Create a gloo group of all ranks whose collectives may wait for days. Collective.
-
-    Waiting for a slow disk is not a hang. The supervisor detects the I/O of the other rank; NCCL's watchdog and the timeout of the
-    default group only measure time.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "the default group exists before any other"
-    bound = world.bound_device_id
-    # torch requires a backend for the device that the default group is bound to; "gloo" alone covers only CPU and CUDA.
-    backend = "gloo" if bound is None or bound.type == "cuda" else f"cpu:gloo,{bound.type}:gloo"
-    group = dist.new_group(backend=backend, timeout=timedelta(days=7))
-    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-    return group
-
-
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group after all ranks have left its last collective, since destroying closes connections. Collective."""
-    dist.all_reduce(torch.zeros(()))
-    dist.destroy_process_group(group)

@@ -19,8 +19,9 @@ from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.planner.predict.allocator import Block, CachingAllocator, DeviceMemoryError
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.trace_format import EVALUATION, EVENT, KINDS, PHASES, Records, Segments, Trace
+from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import optimizer_name, state_bytes, training_value
+from fsdp_tune.recipe.schema.training_fields import training_value
 
 TIMELINE_POINTS = 2000
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.shard.local import plain
-from fsdp_tune.planner.predict.depth import slice_for
+from fsdp_tune.planner.predict.derive import slice_for
 from fsdp_tune.planner.trace import cuda_kernels as kernels
 from fsdp_tune.planner.trace.fake_gpu import DEVICE, Clock, nothing, replaced
 from fsdp_tune.planner.trace_format import KINDS, PHASES, Call

@@ -39,7 +39,8 @@ from fsdp_tune.recipe.read.yaml_source import (
     plain_value,
     read_text,
 )
-from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES, inactive_keys
+from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES
+from fsdp_tune.recipe.rules.without_effect import inactive_keys
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, closest, dotted, field_at, has_default, refused, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from fsdp_tune.core.errors import YAML_SYNTAX, FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.files import UnsuitableFileError, read_regular
+from fsdp_tune.core.library_errors import YAML_SYNTAX
 from fsdp_tune.core.units import ScalarError, Value, parse_plain, shown
 
 # ---- The text: a regular UTF-8 file of limited size, or an error. Reading never blocks.

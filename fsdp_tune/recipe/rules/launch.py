@@ -3,28 +3,27 @@
 A variable can run code: `PYTHONPATH` imports a `sitecustomize.py`, `LD_PRELOAD` and NCCL's plugin variables load libraries,
 `CUDA_HOME` names the compiler that Triton starts, `HF_ENDPOINT` the host that receives the token. So a recipe may set only variables
 that are known to be plain settings; any other needs `--allow-env NAME` on the command line.
-
-What each tracker of `training.report_to` needs, as the callback of transformers checks it (integrations/integration_utils.py).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
 from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.schema.keys import Finding, Rule
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
 _OURS = ("FSDP_", "ACCELERATE_", "PET_", "TORCHELASTIC_", "PARALLELISM_CONFIG_", "FSDP_TUNE_")
+
+
 _OUR_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("OMP_NUM_THREADS", "MIXED_PRECISION", "PYTHONSAFEPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
@@ -32,11 +31,15 @@ _OUR_NAMES = {
     *("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS",),
     *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_DIST_USE_NCCL2"),
 }
+
+
 _VISIBILITY = frozenset(
     {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"}
     | {"ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"}
 )
 """Variables that hide devices. In `launch.env` they would reach the ranks, after the command has counted the devices without them."""
+
+
 _KEYS_OF_NAMES = {
     "OMP_NUM_THREADS": "write `launch.num_cpu_threads_per_process: {value}`",
     "MIXED_PRECISION": "write `precision.mixed_precision`",
@@ -54,12 +57,17 @@ _KEYS_OF_NAMES = {
 }
 """Variables that the launch sets, with what decides their value."""
 
+
 _PREFIXES = (
     *("NCCL_", "RCCL_", "TORCH_NCCL_", "OFI_NCCL_", "GLOO_", "CCL_", "HCCL_"),
     *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_"),
 )
+
+
 # Words in names under these prefixes that load a library, start a tool, read other settings, or write to a path.
 _LOADS = re.compile(r"PLUGIN|(^|_)LIB|LIBRAR|TOOL|INJECT|EXEC|CONF|FILE|PATH|(^|_)DIR|HOME|DUMP|MODULE")
+
+
 _NAMES = frozenset(
     {
         *("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE"),  # XML that is read
@@ -175,83 +183,3 @@ ENVIRONMENT_RULES: tuple[Rule, ...] = (
     *(environment_variables, values_without_secrets, mirror_url, at_most_all_machines),
     parts_of_lost_machines,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Tracker:
-    """Modules that are imported (`a|b`: either), what to install for them, and variables that must be set."""
-
-    modules: tuple[str, ...]
-    install: str = ""
-    variables: tuple[str, ...] = ()
-    disabled_by: str = ""
-    """A variable that switches the callback off when it is `TRUE`."""
-    least_version: str = ""
-
-
-TRACKERS = {
-    "azure_ml": Tracker(("azureml.core.run",), "azureml-sdk"),
-    "clearml": Tracker(("clearml",), "clearml"),
-    "codecarbon": Tracker(("codecarbon",), "codecarbon"),
-    "comet_ml": Tracker(("comet_ml",), "comet-ml", least_version="3.43.2"),
-    # Its callback extends that of mlflow, and takes owner and repository from the tracking URI.
-    "dagshub": Tracker(("dagshub", "mlflow"), "dagshub mlflow", ("MLFLOW_TRACKING_URI",), "DISABLE_MLFLOW_INTEGRATION"),
-    "dvclive": Tracker(("dvclive",), "dvclive"),
-    "flyte": Tracker(("flytekit",), "flytekit"),
-    # Talks HTTP to the server that the variable names; a TrainJob sets it.
-    "kubeflow": Tracker((), "", ("KUBEFLOW_TRAINER_SERVER_URL",), "DISABLE_KUBEFLOW_INTEGRATION"),
-    "mlflow": Tracker(("mlflow",), "mlflow", (), "DISABLE_MLFLOW_INTEGRATION"),
-    "neptune": Tracker(("neptune",), "neptune"),
-    "swanlab": Tracker(("swanlab",), "swanlab"),
-    "tensorboard": Tracker(("tensorboard|tensorboardX",), "tensorboard"),
-    "trackio": Tracker(("trackio",), "trackio"),
-    "wandb": Tracker(("wandb",), "wandb"),
-}
-"""The names of transformers' INTEGRATION_TO_CALLBACK."""
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """Why a tracker cannot be used, and what to type."""
-
-    reason: str
-    hint: str
-    is_set_elsewhere: bool = False
-    """Whether the machine that trains may have it: a variable."""
-
-
-def missing(name: str, environment: Mapping[str, str]) -> Missing | None:
-    """Return why the callback of a tracker would not start with the variables of the ranks, or None."""
-    tracker = TRACKERS[name]
-    if environment.get(tracker.disabled_by, "FALSE").upper() == "TRUE":
-        return Missing(
-            f"`{tracker.disabled_by}={environment[tracker.disabled_by]}` switches it off", f"`unset {tracker.disabled_by}`", True
-        )
-    install = f"`pip install {tracker.install}{f'>={tracker.least_version}' if tracker.least_version else ''}`"
-    for module in tracker.modules:
-        if not any(_is_installed(alternative) for alternative in module.split("|")):
-            return Missing(f"the package `{module.split('|')[0]}` is not installed", install)
-    if tracker.least_version and not _is_recent(tracker.install, tracker.least_version):
-        return Missing(f"the package `{tracker.install}` is older than {tracker.least_version}", install)
-    for variable in tracker.variables:
-        if variable not in environment:
-            return Missing(f"the variable `{variable}` is not set", f"`export {variable}=…` where the run starts", True)
-    return None
-
-
-def _is_installed(module: str) -> bool:
-    """Return whether a module can be imported. A folder without code is none: W&B writes its runs into `wandb/`."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # a parent of the module is missing
-        return False
-    return spec is not None and spec.origin is not None
-
-
-def _is_recent(package: str, least: str) -> bool:
-    found = installed_versions([package])[package]
-    return found is not None and _numbers(found) >= _numbers(least)
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from fsdp_tune.core.units import shown
-from fsdp_tune.recipe.rules.launch import TRACKERS
 from fsdp_tune.recipe.rules.rates import UNREAD
+from fsdp_tune.recipe.rules.trackers import TRACKERS
 from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given, value_of
-from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import (
+from fsdp_tune.recipe.schema.optimizers import (
     OPTIMIZER_FIELDS,
     OPTIMIZERS,
     STATE_DTYPE,
@@ -22,8 +21,9 @@ from fsdp_tune.recipe.schema.training_fields import (
     optimizer_options,
     pairs_of,
     state_bits,
-    training_value,
 )
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
 
 _KEY = "training.optim_args"
 _KEYS_OF_ALL = {"weight_decay": "training.weight_decay", "lr": "training.learning_rate"}

@@ -9,15 +9,9 @@ from typing import Any
 from fsdp_tune.core.units import enumerated
 from fsdp_tune.recipe.schema.keys import NOT_YET, Key, all_keys, default_of, field_words
 from fsdp_tune.recipe.schema.kinds import Section
+from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import (
-    DEFAULT_OPTIMIZER,
-    OPTIMIZERS,
-    TRAINING_FIELDS,
-    TrainingField,
-    describe_field,
-    owned_names,
-)
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingField, describe_field, owned_names
 
 _HEAD = """\
 # Every key of a recipe with its default and what it means. Generated from the schema; do not edit.

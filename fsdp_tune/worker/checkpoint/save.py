@@ -6,16 +6,11 @@ Until the rename there is no `checkpoint-N`. Old checkpoints and the leftovers o
 With `launch.shared_directory: false` each machine has such a directory, and its first rank does what rank 0 does else: all write the same
 manifest, and rename when all have written it. A machine that was killed between has its files under the hidden name, and the others'
 checkpoint, of which no machine has these files, is not complete.
-
-Training waits only for the copy to host memory, which a save in the background writes. The copy goes into one arena, which is allocated
-at the first save and reused by later ones: fresh memory costs a page fault every 4 KiB, and pageable memory a second copy by the driver.
-On a GPU the arena is page-locked by `cudaHostRegister`, since torch's allocator of pinned memory would round a block of 17 GiB up to 32.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import socket
 import threading
@@ -39,54 +34,20 @@ from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.version import __version__
 from fsdp_tune.model.internals.torch_internals import MESH_WITHOUT_GROUPS
 from fsdp_tune.model.shard.local import wraps_others
-from fsdp_tune.model.shard.wrap import untimed_group
+from fsdp_tune.model.shard.process_groups import untimed_group
 from fsdp_tune.run.directory import CHECKPOINT_KIND, FULL_MODEL_FILE, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
 from fsdp_tune.run.manifest import MACHINES_FACT, MANIFEST_NAME, FileEntry, MachineFiles, Manifest, damage
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, refuse_one_directory, shared_small_files
+from fsdp_tune.worker.checkpoint.rotation import rotate
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
-
-def rotate(run: RunDir, keep: int | None, *, protected: set[int], counted: set[int] | None = None) -> list[Path]:
-    """Delete the oldest complete checkpoints of this run beyond `keep`, but no protected step and no directory without a manifest.
-
-    `counted`: steps of the checkpoints that all machines have; None: those of this directory.
-
-    A checkpoint that a resume or a merge marked as damaged is neither counted nor deleted; files are not read to check it.
-
-    Each is first renamed to a hidden name, so that a partly deleted directory is never visible. Directories that an earlier
-    rotation could not delete are deleted again.
-    """
-    if keep is None:
-        return []
-    for hidden in run.path.glob(f".checkpoint-*.old{STAGE_MARK}*"):
-        DISK.rmtree(hidden)
-    complete = [each for each in complete_checkpoints(run, elsewhere=None)[0] if counted is None or each.step in counted]
-    gone: list[Path] = []
-    for old in complete[max(keep, 1) :]:
-        if old.step in protected:
-            continue
-        hidden = old.path.with_name(f".{old.path.name}.old{STAGE_MARK}{os.getpid()}")
-        DISK.rename(old.path, hidden)
-        DISK.fsync_dir(run.path)
-        DISK.rmtree(hidden)
-        gone.append(old.path)
-    return gone
-
-
-def remove_leftovers(run: RunDir) -> list[Path]:
-    """Delete stage directories of earlier processes of this run. The caller holds the run's lock, so none of them lives."""
-    gone: list[Path] = []
-    for path in run.path.glob(f".checkpoint-*{STAGE_MARK}*"):
-        shutil.rmtree(path, ignore_errors=True)
-        gone.append(path)
-    return gone
-
-
 ALIGNMENT_BYTES = 256
+
+
 _PORTABLE = 1
 """`cudaHostRegisterPortable`: page-locked for all devices."""
 

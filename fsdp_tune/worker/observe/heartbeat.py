@@ -5,13 +5,6 @@ collective still shows that it is alive.
 
 Progress is what the training thread does (`beat`, `mark`, `tick`), and outside the phases of a step also the bytes that the process
 reads and writes. What the heartbeat thread itself reads and writes is never progress.
-
-PyTorch's flight recorder is dumped when a rank has made no progress; `rank.flight_recorder_variables` are its settings.
-
-torch 2.11 and 2.13 read the same names (FlightRecorder.hpp, FlightRecorder.cpp, ProcessGroupNCCL.hpp): the buffer's size
-is TORCH_FR_BUFFER_SIZE (0, off, before it became 2000), the files' prefix TORCH_FR_DUMP_TEMP_FILE, and NCCL's watchdog
-writes them when TORCH_NCCL_DUMP_ON_TIMEOUT is set. That watchdog speaks only after its own time-out, so a rank that
-stands still writes first. `torchfrtrace RUN/logs/flight-recorder` compares the files of all ranks.
 """
 
 from __future__ import annotations
@@ -26,26 +19,36 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import LAUNCH_VARIABLE, Collective, Heartbeat, read_heartbeat
-from fsdp_tune.worker.rank import FLIGHT_FILE_PREFIX
+from fsdp_tune.run.rank_files import LAUNCH_VARIABLE, Collective, Heartbeat, read_heartbeat
 
 INTERVAL_SECONDS = 1.0
+
+
 MOST_WRITES = 256.0
 """Files a second, of all ranks on one file system, unless a phase ends. More ranks write less often."""
+
+
 SLOWEST_SECONDS = 15.0
 """`status` counts a heartbeat of another machine as alive for a minute (`launch.run_status.RECENT_SECONDS`)."""
+
+
 PERIOD_SECONDS = 0.1
+
+
 COMPARED_SECONDS = 7.5
 """Time between two looks for a rank of a later launch that writes to the same file."""
+
+
 STEP_PHASES = frozenset({"reading back", "training", "forward", "backward", "optimizer step", "evaluating"})
 """Phases in which only micro-batches and steps are progress: the bytes of a background save must not hide a hanging step.
 In every other phase (importing, loading, saving …) bytes are progress too: a checkpoint on a slow disk is not a hang."""
+
+
 LEAST_MOVED_BYTES = 64 * KIB
 """Fewer bytes are not progress: a thread of a library may write a log line while the training thread hangs."""
 
@@ -250,31 +253,3 @@ def _io_bytes(path: Path) -> int:
         return 0
     counted = ("rchar", "wchar", "read_bytes", "write_bytes")
     return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in counted)
-
-
-def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
-    """Write this rank's flight-recorder file. Returns the collective in progress, or else the last one.
-
-    None where torch has no recorder (a device without one) or nothing was recorded.
-    """
-    from fsdp_tune.model.internals.torch_internals import FLIGHT_RECORDS
-
-    records = FLIGHT_RECORDS.get(device_type)
-    whole, as_json = (record.get() for record in records) if records is not None else (None, None)
-    if whole is None or as_json is None:
-        return None
-    (run.flight_recorder / f"{FLIGHT_FILE_PREFIX}{rank}").write_bytes(whole())
-    entries: list[dict[str, Any]] = [entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")]
-    if not entries:
-        return None
-    unfinished = [entry for entry in entries if not entry["retired"]]
-    shown = (unfinished or entries)[-1]
-    entered: dict[str, int] = {}
-    for entry in entries:
-        entered[_group(entry)] = int(entry["collective_seq_id"])
-    number, name = int(shown["collective_seq_id"]), str(shown["profiling_name"])
-    return Collective(name, number, _group(shown), not unfinished, entered)
-
-
-def _group(entry: dict[str, Any]) -> str:
-    return str(entry["process_group"][0])

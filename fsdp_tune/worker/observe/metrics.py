@@ -25,12 +25,14 @@ from fsdp_tune.core.units import GIB, KIB
 from fsdp_tune.model.internals.torch_internals import GRAPH_TASK
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.sequence_parallel import rows_known
+from fsdp_tune.model.shard.gathered import outside_step
 from fsdp_tune.model.shard.local import plain_name
-from fsdp_tune.model.shard.wrap import fsdp_groups, outside_step
+from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.model.step import compute_context, micro_batch_loss
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.rows.training_rows import Batch, TrainingRows
+from fsdp_tune.worker.rows.batches import Batch
+from fsdp_tune.worker.rows.training_rows import TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
 
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_tune.core.errors import (
+from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.library_errors import (
     CUDA_ALLOCATION_FAILED,
     DEVICE_ALLOCATION_FAILED,
     HOST_ALLOCATION_FAILED,
     OUT_OF_MEMORY_SIZES,
     PINS_MEMORY,
-    Problem,
 )
 from fsdp_tune.core.units import GIB, KIB, MIB, format_bytes
 from fsdp_tune.model.shard.local import local_part

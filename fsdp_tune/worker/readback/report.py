@@ -6,7 +6,6 @@ Any difference from it, or between ranks, stops the run before step 1.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -22,24 +21,25 @@ from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.units import MIB
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import attention_of
-from fsdp_tune.model.kernels.attention import choose_attention, stands_for
-from fsdp_tune.model.kernels.head import loss_kernel_of
-from fsdp_tune.model.kernels.install import is_compiled, modules_of_liger
+from fsdp_tune.model.kernels.compiled import is_compiled
+from fsdp_tune.model.kernels.liger import modules_of_liger
 from fsdp_tune.model.kernels.linear_layers import mlp_slices_of
+from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
-from fsdp_tune.model.optim.adamw import blocks_fit, kept_as, parts_of
-from fsdp_tune.model.optim.optimizer import ORTHOGONAL
+from fsdp_tune.model.optim.adamw_in_blocks import blocks_fit, kept_as, parts_of
+from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.sequence_parallel import sequence_group_of
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
+from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits, state_dtype
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits, state_dtype
 from fsdp_tune.run.records import ChosenKernel, GroupState, LiveState, OneOrAll, PluginState, ReadBack, UnitState
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
-from fsdp_tune.worker.readback.trained import fp8_differences, read_fp8, read_trained, training_differences
+from fsdp_tune.worker.readback.structure import structure_differences
+from fsdp_tune.worker.readback.trained import fp8_differences, read_fp8, read_trained
 
 # Below this, the interpreter's own noise is larger than the model.
 _MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
@@ -406,40 +406,3 @@ def optimizer_state_kinds(optimizer: torch.optim.Optimizer) -> dict[str, int]:
             if isinstance(value, torch.Tensor) and kind != "step":
                 found[kept_as(value)] += sum(part.numel() * part.element_size() for part in parts_of(value))
     return dict(sorted(found.items()))
-
-
-# ---- Compare the live model's modules and parameters with the recipe: units, recomputation, kernels, frozen parameters.
-
-
-def structure_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> list[str]:
-    """Return one sentence for each difference between the recipe and the live model."""
-    layers = [name for name, _ in loaded.layers]
-    found = _units(recipe, layers, report)
-    wanted = 0 if recipe.fsdp.activation_checkpointing == "none" else math.ceil(len(layers) / recipe.fsdp.activation_checkpointing_every)
-    if report.recomputed_layers != wanted:
-        found.append(f"recomputed_layers: the recipe means {wanted} of {len(layers)}, the run has {report.recomputed_layers}")
-    kernel = choose_attention(recipe, loaded.model.config).value
-    if kernel != "auto" and not stands_for(str(report.attention), kernel):
-        found.append(f"attention: the recipe means {kernel!r}, the run has {report.attention!r}")
-    wanted_loss = recipe.kernels.loss if recipe.kernels.loss != "auto" else loaded.kernels["kernels.loss"].value
-    if report.loss_kernel != wanted_loss:
-        found.append(f"loss: the recipe means {wanted_loss!r}, the run has {report.loss_kernel!r}")
-    wanted_liger = loaded.kernels["kernels.liger"].value == "true"
-    if wanted_liger != bool(report.liger_modules):
-        found.append(f"liger: the recipe means {wanted_liger}, the run has {report.liger_modules} modules of Liger's")
-    wanted_slices = [recipe.kernels.mlp_slice_tokens] if recipe.kernels.mlp_slice_tokens is not None else []
-    if report.mlp_slice_tokens != wanted_slices:
-        found.append(f"mlp_slice_tokens: the recipe means {wanted_slices}, the run has {report.mlp_slice_tokens}")
-    wanted_compiled = len(layers) if recipe.kernels.compile else 0
-    if report.compiled_layers != wanted_compiled:
-        found.append(f"compiled_layers: the recipe means {wanted_compiled} of {len(layers)}, the run has {report.compiled_layers}")
-    return found + training_differences(recipe, loaded)
-
-
-def _units(recipe: Recipe, layers: list[str], report: LiveState) -> list[str]:
-    """Under TRANSFORMER_BASED_WRAP every decoder layer that FSDP does not ignore is a unit; layers that share parameters share one."""
-    if report.wrapper != "fsdp2" or recipe.fsdp.auto_wrap_policy != "TRANSFORMER_BASED_WRAP" or recipe.fsdp.ignored_modules is not None:
-        return []
-    units = {name for unit in report.units for name in unit.modules}
-    missing = [layer for layer in layers if layer not in units]
-    return [f"units: {missing[0]} is not a unit ({len(missing)} of {len(layers)} decoder layers)"] if missing else []

@@ -24,22 +24,14 @@ from transformers.pytorch_utils import Conv1D
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.families import have_experts
 from fsdp_tune.core.tensors.file_formats import value_for
-from fsdp_tune.model.adapters.lora import (
-    ADAPTER_NAME,
-    ALL_LINEAR,
-    adapters_of,
-    ends_with,
-    is_of_adapter,
-    last_parts,
-    name_in_base,
-    parts_without_text,
-    rank_of,
-)
+from fsdp_tune.model.adapters.lora import ADAPTER_NAME, adapters_of, is_of_adapter, name_in_base
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, Nf4Linear, layers_in_4_bits, plan_nf4
+from fsdp_tune.model.adapters.targets import ALL_LINEAR, ends_with, last_parts, parts_without_text, rank_of
 from fsdp_tune.model.internals.torch_internals import MODULE_INFO, PARAM_NAME
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
-from fsdp_tune.model.optim.optimizer import ORTHOGONAL, ShardedAdafactor, rounds_gradients
+from fsdp_tune.model.optim.muon import ORTHOGONAL, rounds_gradients
+from fsdp_tune.model.optim.optimizer import ShardedAdafactor
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, TORCH_DTYPE, gathered_in_fp8, is_fp8, local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe

@@ -20,9 +20,10 @@ from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import STATE_VERSION, Cursor, LaneState, RowStream
 from fsdp_tune.run.manifest import digest
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.rank import ignore_stop_signals
-from fsdp_tune.worker.rows.training_rows import Batch, Collator, described, loader_died
+from fsdp_tune.worker.rows.batches import Batch, Collator, loader_died
+from fsdp_tune.worker.rows.training_rows import described
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
+from fsdp_tune.worker.stop_request import ignore_stop_signals
 
 STEPS_AHEAD = 2
 """Steps whose rows a loader process prepares in advance, unless the recipe sets `training.dataloader_prefetch_factor`."""

@@ -19,7 +19,8 @@ from fsdp_tune.check.comparison import environments, tool_trainers
 from fsdp_tune.check.comparison.environments import ObservingChild, ToolChild, python_with
 from fsdp_tune.check.comparison.stages import Observation, stages_until
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.processes import JsonChild, default_cache_directory
+from fsdp_tune.core.processes import JsonChild
+from fsdp_tune.core.user_cache import default_cache_directory
 from tests.check.comparison import tool_files
 from tests.check.comparison.tool_files import compared, files, first, here, keys, one_thread
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_tune.check.evaluation.examples import Request, find_model
-from fsdp_tune.check.evaluation.score import load_model
+from fsdp_tune.check.evaluation.loaded_model import load_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.jobs.train import base_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fsdp_tune.planner.predict.depth import alike, at_micro_batch, prime_for
+from fsdp_tune.planner.predict.derive import alike, at_micro_batch, prime_for
 from fsdp_tune.planner.trace.cuda_kernels import grouped_flops, grouped_product
 from fsdp_tune.planner.trace_format import DTYPES, Trace
 from tests.model.families import FAMILIES

@@ -13,13 +13,14 @@ import pytest
 
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.planner.predict.allocator import rounded
-from fsdp_tune.planner.predict.depth import alike, at_micro_batch, full_depth, prime_for
+from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.derive import alike, at_micro_batch, prime_for
 from fsdp_tune.planner.predict.memory import disk, peak_memory
 from fsdp_tune.planner.predict.timing import Efficiency, in_buckets, step_time
 from fsdp_tune.planner.trace.traced_step import traced_micro_batches
 from fsdp_tune.planner.trace_format import COLLECTIVES, EVALUATION, GROUPS, KINDS, PHASES, Trace
+from fsdp_tune.recipe.schema.optimizers import state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import state_bytes
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.planner.trace.tracing import alive, before, trace_of
@@ -68,9 +69,9 @@ def no_optimizer() -> None:
     """SGD in the place of AdamW."""
     import torch
 
-    from fsdp_tune.model.optim import optimizer
+    from fsdp_tune.model.optim import muon
 
-    optimizer.optimizer_of = lambda training: (torch.optim.SGD, {"lr": 0.1})  # type: ignore[assignment]
+    muon.optimizer_of = lambda training: (torch.optim.SGD, {"lr": 0.1})  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("change", [no_loss, pytest.param(no_layer, marks=pytest.mark.slow), no_optimizer])
@@ -106,7 +107,7 @@ def test_traced_optimizer_state_equals_the_optimizer() -> None:
 def test_state_of_a_parameter_has_the_bytes_that_the_schema_states(optim: str, optim_args: str | None) -> None:
     import torch
 
-    from fsdp_tune.model.optim.optimizer import optimizer_of
+    from fsdp_tune.model.optim.muon import optimizer_of
 
     training = recipe_of("llama", training={"optim": optim, "optim_args": optim_args}).training
     weight = torch.nn.Parameter(torch.ones(64, 64))

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.checkpoint import exchange
-from fsdp_tune.worker.checkpoint import state as restoring
+from fsdp_tune.worker.checkpoint import exchange, restore
 from fsdp_tune.worker.checkpoint.exchange import ByteRange, ScatteredFiles, scattered_checkpoint, weights_to_first_machine
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
@@ -81,11 +80,11 @@ def load(folder: Path, ranks_of: Sequence[int], step: int, full: bool = False) -
     checkpoint, files = scattered_checkpoint(run.checkpoint(step), digests=True)
     live = make_live(full=full)
     live = Live(live.wrapped, live.optimizer, full=full, scattered=files)
-    restoring.restore_model(live, str(checkpoint.path))
-    restoring.restore_optimizer(live, str(checkpoint.path))
-    restoring.restore_rng(str(checkpoint.path), 0, step, "cpu")
+    restore.restore_model(live, str(checkpoint.path))
+    restore.restore_optimizer(live, str(checkpoint.path))
+    restore.restore_rng(str(checkpoint.path), 0, step, "cpu")
     drawn = torch.rand(1).item()
-    return is_at(live, step), restoring.restore_own(str(checkpoint.path))["sums"][0], drawn
+    return is_at(live, step), restore.restore_own(str(checkpoint.path))["sums"][0], drawn
 
 
 def refused(folder: Path, ranks_of: Sequence[int], step: int) -> str:

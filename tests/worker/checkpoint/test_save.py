@@ -17,7 +17,8 @@ import torch
 
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
-from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, remove_leftovers, rotate
+from fsdp_tune.worker.checkpoint.rotation import remove_leftovers, rotate
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved
 from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -162,7 +163,7 @@ def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> 
 
 def run_recording_rotations(path: str) -> list[list[int]]:
     """The steps that each rotation protects; each step is better than the one before, and saves are slower than steps."""
-    from fsdp_tune.worker.checkpoint import save as checkpoint
+    from fsdp_tune.worker.checkpoint import rotation
 
     protected_steps: list[list[int]] = []
 
@@ -170,7 +171,7 @@ def run_recording_rotations(path: str) -> list[list[int]]:
         protected_steps.append(sorted(protected))
         return []
 
-    with patch.object(checkpoint, "rotate", record):
+    with patch.object(rotation, "rotate", record):
         run_with_slow_disk(path)
     return protected_steps
 

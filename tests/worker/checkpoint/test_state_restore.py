@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from fsdp_tune.run.directory import CHECKPOINT_KIND
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest
-from fsdp_tune.worker.checkpoint import state as resume
-from fsdp_tune.worker.checkpoint.state import rank_file
+from fsdp_tune.worker.checkpoint import restore
+from fsdp_tune.worker.checkpoint.exchange import rank_file
 from tests.merge.ranks import run_ranks
 
 
@@ -33,7 +33,7 @@ def test_rank_0_verifies_all_files_and_others_one(tmp_path: Path, monkeypatch: p
     found: dict[int, list[float]] = {}
 
     def rank_main(rank: int) -> None:
-        found[rank] = resume.restore_own(str(tmp_path))["sums"]
+        found[rank] = restore.restore_own(str(tmp_path))["sums"]
 
     run_ranks(2, rank_main)
     assert found == {0: [3.0, 30.0, 3.0], 1: [0.0, 0.0, 0.0]}

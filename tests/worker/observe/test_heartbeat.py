@@ -14,7 +14,7 @@ import pytest
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.launch.run_status import RECENT_SECONDS
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import clear
+from fsdp_tune.run.rank_files import clear
 from fsdp_tune.worker.observe import heartbeat as heartbeats
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 

@@ -12,7 +12,7 @@ import pytest
 from fsdp_tune.core.command import ProfiledSteps, parse_profile
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.worker.observe.step_phases import Share, breakdown, difference, intersection, length, union
+from fsdp_tune.worker.observe.trace_breakdown import Share, breakdown, difference, intersection, length, union
 from tests.cuda.devices import on_devices
 from tests.parity import runs
 from tests.parity.bench import Bench

@@ -142,7 +142,7 @@ def run_with_a_slow_rank(path: str) -> dict[str, Any]:
 def run_with_a_slow_loader(path: str) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from fsdp_tune.worker.rows.training_rows import Rows
+    from fsdp_tune.worker.rows.batches import Rows
 
     original = Rows.__getitem__
 

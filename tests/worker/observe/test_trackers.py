@@ -15,7 +15,8 @@ from transformers import TrainerCallback, TrainerState
 from transformers.integrations import MLflowCallback, WandbCallback, integration_utils
 
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker.observe.trackers import Guarded, continue_tracker_runs, keep_id, keep_mlflow_run
+from fsdp_tune.worker.observe.tracker_ids import continue_tracker_runs, keep_id
+from fsdp_tune.worker.observe.trackers import Guarded, keep_mlflow_run
 
 
 class Recorder(TrainerCallback):

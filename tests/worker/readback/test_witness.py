@@ -140,7 +140,7 @@ def _after_step(change: Any) -> AbstractContextManager[Any]:
     """Call `change(parameter, its values before)` on the last rank after each optimizer step."""
     import torch.distributed as dist
 
-    from fsdp_tune.model.optim.optimizer import AdamW
+    from fsdp_tune.model.optim.adamw import AdamW
 
     original = AdamW.step
 
@@ -216,7 +216,7 @@ def mesh_groups_with_torchs_limit() -> AbstractContextManager[Any]:
 
 
 def gradients_added_in_bf16() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.optim.optimizer.sums_need_fp32", lambda recipe: False)
+    return patch("fsdp_tune.model.optim.muon.sums_need_fp32", lambda recipe: False)
 
 
 def rotary_kernel_that_overwrites_its_inputs() -> AbstractContextManager[Any]:

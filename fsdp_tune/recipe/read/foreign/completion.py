@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.core.units import enumerated
-from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, python_script, soup, torchtune
+from fsdp_tune.recipe.read.foreign import accelerate_config, automodel, axolotl, python_script, soup, torchtune, unsloth
 from fsdp_tune.recipe.read.foreign.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.flat_options import is_mixed, pack_texts
 from fsdp_tune.recipe.read.foreign.general import (
@@ -114,7 +114,7 @@ _OF_FULL_TRAINING: dict[str, dict[str, Any]] = {
 }
 """Without adapters: beside these, frozen weights are stored and computed in bf16 there as here."""
 _LOADS_AS_STORED = frozenset({AUTOMODEL, SWIFT, EXAMPLES, UNSLOTH})  # as transformers 5 does
-_OWN_RULE = {UNSLOTH: python_script.has_adapter, SOUP: soup.has_adapter, FMS: accelerate_config.fms_has_adapter}
+_OWN_RULE = {UNSLOTH: unsloth.has_adapter, SOUP: soup.has_adapter, FMS: accelerate_config.fms_has_adapter}
 
 
 def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:

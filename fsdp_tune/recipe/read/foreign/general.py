@@ -19,7 +19,8 @@ from fsdp_tune.recipe.read.tools import LLAMA_FACTORY, SWIFT
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.kinds import is_jinja
-from fsdp_tune.recipe.schema.training_fields import DEFAULT_OPTIMIZER, TRAINING_FIELDS, owner_of
+from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 Rule = Callable[[Ledger, Path, Any], None]

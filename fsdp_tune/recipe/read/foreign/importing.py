@@ -24,9 +24,9 @@ from fsdp_tune.recipe.read.foreign import (
     completion,
     flat_options,
     llama_factory,
-    python_script,
     soup,
     torchtune,
+    unsloth,
 )
 from fsdp_tune.recipe.read.foreign.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.recipe.read.foreign.completion import complete, name_model_and_data
@@ -216,7 +216,7 @@ RULES: dict[str, Rules] = {
     TORCHTUNE: torchtune.RULES,
     ACCELERATE: accelerate_config.ACCELERATE_RULES,
     DEEPSPEED: accelerate_config.DEEPSPEED_RULES,
-    UNSLOTH: python_script.RULES,
+    UNSLOTH: unsloth.RULES,
     AUTOMODEL: automodel.RULES,
     SOUP: soup.RULES,
     FMS: accelerate_config.FMS_RULES,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.recipe.read.foreign import python_script
+from fsdp_tune.recipe.read.foreign import python_script, unsloth
 from fsdp_tune.recipe.read.foreign.general import Rules, settle_all
 from fsdp_tune.recipe.read.foreign.ledger import AccountRow, Fate, Ledger, Path
 from fsdp_tune.recipe.read.tools import AXOLOTL, TORCHTUNE
@@ -28,7 +28,7 @@ def settle_computed(ledger: Ledger, computed: Mapping[Path, str], rules: Rules) 
     A key that is dropped for one reason whatever its value is no question.
     """
     for path, words in computed.items():
-        if (path[-1] in python_script.OBJECTS and ledger.tool == python_script.TOOL) or not ledger.is_open(path):
+        if (path[-1] in unsloth.OBJECTS and ledger.tool == python_script.TOOL) or not ledger.is_open(path):
             continue
         tried = list(_tried(ledger, path, rules, _SAMPLES))
         reasons = {row.reason if row.fate is Fate.DROPPED else "" for each in tried for row in each.rows if row.path == path}

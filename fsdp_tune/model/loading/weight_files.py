@@ -1,0 +1,89 @@
+"""Check that the weight files of a model directory are there and are weights: a stat and eight bytes of each, before ranks load them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from fsdp_tune.core.errors import Problem, Where
+from fsdp_tune.core.tensors.file_formats import MAX_HEADER_BYTES, WEIGHTS_FILE
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import run_of
+
+_POINTER = b"version "
+"""The first eight bytes of a git-lfs pointer: `version https://git-lfs.github.com/spec/v1`."""
+
+
+_FORMATS = ((SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME))
+
+
+def check_weight_files(recipe: Recipe) -> list[Problem]:
+    """Return the problems of the files that the ranks would load: of a local model directory and of `lora.adapter`.
+
+    Files of the hub's cache are complete: they are renamed into place when their download has ended.
+    """
+    name = recipe.model.name_or_path
+    problems: list[Problem] = []
+    if name is not None and recipe.model.from_config is None and Path(name).is_dir() and run_of(Path(name)) is None:
+        problems += _check_model(Path(name))
+    adapter = recipe.lora.adapter if recipe.lora is not None else None
+    if adapter is not None and (file := Path(adapter) / WEIGHTS_FILE).is_file():
+        problems += _check_file(file)
+    return problems
+
+
+def _check_model(folder: Path) -> list[Problem]:
+    for index, single in _FORMATS:  # in the order in which transformers looks for them
+        if (folder / single).is_file():
+            return _check_file(folder / single)
+        if (folder / index).is_file():
+            return _check_shards(folder, folder / index)
+    return []  # a configuration alone can be planned
+
+
+def _check_shards(folder: Path, index: Path) -> list[Problem]:
+    if problems := _check_pointer(index):
+        return problems
+    try:
+        found: Any = json.loads(index.read_bytes())
+        names = sorted(set(found["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message = f"the index of the weights cannot be read ({type(error).__name__}: {error})"
+        return [Problem("model-weights-damaged", message, Where(str(index)), "download or copy the file again")]
+    missing = [name for name in names if not (folder / str(name)).is_file()]
+    problems = [problem for name in names if name not in missing for problem in _check_file(folder / str(name))]
+    if missing:
+        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (", …" if len(missing) > 3 else "")
+        message = f"the index names {len(names)} files of weights, and {len(missing)} are not there: {shown}"
+        problems.append(Problem("model-weights-missing", message, Where(str(index)), "download or copy these files"))
+    return problems
+
+
+def _check_file(file: Path) -> list[Problem]:
+    if problems := _check_pointer(file):
+        return problems
+    if file.suffix != ".safetensors":
+        return []
+    size_bytes, first = file.stat().st_size, _first_bytes(file)
+    header_bytes = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+    if len(first) == 8 and 0 < header_bytes <= min(size_bytes - 8, MAX_HEADER_BYTES):
+        return []
+    message = f"it is not a complete safetensors file: {size_bytes:,} bytes, with a header of {header_bytes:,}"
+    return [Problem("model-weights-damaged", message, Where(str(file)), "download or copy the file again")]
+
+
+def _check_pointer(file: Path) -> list[Problem]:
+    if _first_bytes(file) != _POINTER:
+        return []
+    message = "it is a git-lfs pointer of the file, which was not downloaded"
+    hint = f"`git lfs pull` in {file.parent}, or `hf download` the model"
+    return [Problem("model-weights-pointer", message, Where(str(file)), hint)]
+
+
+def _first_bytes(file: Path) -> bytes:
+    with open(file, "rb") as opened:
+        return opened.read(8)

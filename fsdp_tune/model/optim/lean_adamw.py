@@ -1,0 +1,167 @@
+"""AdamW that stores its moments, or the parameters, in fewer bits between steps.
+
+Each step runs torch's fused kernel on fp32 copies, a piece at a time. Values that are stored in bf16 are stochastically rounded: with
+rounding to nearest, a second moment in bf16 would never change, since at β₂ = 0.999 a step changes it by less than half a unit in the
+last place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from fsdp_tune.model.internals.torch_internals import FUSED_ADAMW
+from fsdp_tune.model.shard.local import local_part, sharding_of
+
+PIECE = 1 << 24
+"""Elements that are upcast at a time: four fp32 copies take 256 MiB."""
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LeanAdamW(torch.optim.AdamW):
+    """AdamW with moments of `state_dtype`, or of the dtype of each parameter if it is None. With `rounds_parameters`, bf16 parameters are
+    stochastically rounded.
+
+    The state has the layout of torch's: DTensors where parameters are. For FSDP2 and DDP, where the offset of a shard is known.
+    """
+
+    def __init__(self, params: Any, *, state_dtype: torch.dtype | None, rounds_parameters: bool, seed: int, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.state_dtype, self.rounds_parameters, self.seed = state_dtype, rounds_parameters, seed
+        self._steps: dict[torch.Tensor, int] = {}  # per parameter, on the host: reading the device's copy would synchronise
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  no caller recomputes the loss
+        position = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                position += 1
+                if parameter.grad is not None:
+                    self._update(parameter, group, position)
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            self._steps[parameter] = 0
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {name: torch.zeros_like(parameter, dtype=self.state_dtype or parameter.dtype) for name in MOMENTS}
+        elif parameter not in self._steps:
+            self._steps[parameter] = int(state["step"])
+        return state
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        state = self._state_of(parameter)
+        state["step"] += 1
+        self._steps[parameter] += 1
+        keys = [rounding_key(self.seed, self._steps[parameter], position, which) for which in range(3)]
+        stored = [_flat(tensor) for tensor in (parameter, *(state[name] for name in MOMENTS))]
+        gradient = _flat(parameter.grad)
+        beta1, beta2 = group["betas"]
+        update = FUSED_ADAMW.get()
+        for start, length, index in _pieces(parameter):
+            pieces = [tensor[start : start + length] for tensor in stored]
+            wide = [piece.float() for piece in pieces]
+            update(
+                [wide[0]],
+                [gradient[start : start + length].float()],
+                [wide[1]],
+                [wide[2]],
+                [],
+                [state["step"]],
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+            stochastic = (self.rounds_parameters, True, True)
+            for piece, values, key, is_stochastic in zip(pieces, wide, keys, stochastic, strict=True):
+                if piece.dtype != values.dtype:  # otherwise the kernel updated the stored tensor itself
+                    piece.copy_(round_stochastically(values, index, key) if is_stochastic else values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        restore_moments(self, state_dict, self.state_dtype)
+        self._steps.clear()
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """Convert loaded moments from the source again: `load_state_dict` has cast them to the dtype of the parameter, None here."""
+    names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    for name, parameter in zip(names, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True):
+        source = state_dict["state"].get(name, {})
+        optimizer.state[parameter] |= {
+            kind: value.to(parameter.device, dtype or parameter.dtype) for kind, value in source.items() if kind != "step"
+        }
+
+
+def _flat(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor as a flat view in memory order."""
+    return local_part(tensor).detach().view(-1)
+
+
+def _pieces(parameter: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield pieces of this rank's part: first position in the part, number of elements, and row-major index in the full tensor.
+
+    A part consists of full rows (`Shard(0)`), or of rows of each expert of a stack (`Shard(1)`).
+    """
+    total, shape, sharding = parameter.shape, local_part(parameter).shape, sharding_of(parameter)
+    dim = sharding.dim if sharding is not None else 0
+    assert dim <= 1, "FSDP shards by rows or inside of experts"
+    # Computed here: torch's own function reads values of tensors, which do not exist while a step is traced.
+    rows = -(-total[dim] // sharding.group.size()) * sharding.group.rank() if sharding is not None else 0
+    run, stride, first = math.prod(shape[dim:]), math.prod(total[dim:]), rows * math.prod(total[dim + 1 :])
+    for number in range(math.prod(shape[:dim])):
+        for start in range(0, run, PIECE):
+            yield number * run + start, min(PIECE, run - start), number * stride + first + start
+
+
+# ---- Stochastic rounding fp32 → bf16: up or down with probabilities that preserve the mean, so that small changes add up.
+
+_LOW_HALF = 0xFFFF
+
+
+_HIGH_HALF = -0x10000
+
+
+def rounding_key(*numbers: int) -> tuple[int, int]:
+    """Return two 32-bit numbers, derived from the numbers that identify a rounding (seed, tensor, step …)."""
+    digest = hashlib.blake2b(b",".join(b"%d" % number for number in numbers), digest_size=8).digest()
+    return int.from_bytes(digest[:4], signed=True), int.from_bytes(digest[4:], signed=True)
+
+
+def _signed(number: int) -> int:
+    """Return the int32 with the low 32 bits of `number`."""
+    return (number & 0xFFFFFFFF) - ((number & 0x80000000) << 1)
+
+
+def _random_bits(count: int, start: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Return `count` pseudorandom numbers from 0 to 65,535, int32, for the indices `start`, `start` + 1 … of a tensor.
+
+    MurmurHash3's finaliser (Appleby, 2011, public domain), with the second half of the key between its multiplications; int32 wraps.
+    """
+    bits = torch.arange(count, dtype=torch.int32, device=device)
+    bits.add_(_signed(start)).bitwise_xor_(key[0] ^ _signed(start >> 32))
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(_LOW_HALF)).mul_(_signed(0x85EBCA6B)).bitwise_xor_(key[1])
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_signed(0xC2B2AE35))
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(_LOW_HALF)).bitwise_and_(_LOW_HALF)
+
+
+def round_stochastically(values: torch.Tensor, start: int, key: tuple[int, int]) -> torch.Tensor:
+    """Round a flat fp32 tensor to bf16. `start` is the row-major index of its first value in the full tensor.
+
+    Values that bf16 represents exactly stay the same, as do NaN and infinity.
+    """
+    # bf16 is the upper half of an fp32: adding up to 65,535 to the lower half carries with the probability of that half.
+    carried = values.view(torch.int32) + _random_bits(values.numel(), start, key, values.device)
+    rounded = carried.bitwise_and_(_HIGH_HALF).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

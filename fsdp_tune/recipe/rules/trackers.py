@@ -1,0 +1,90 @@
+"""What each tracker of `training.report_to` needs, as the callback of transformers checks it (integrations/integration_utils.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fsdp_tune.core.devices import installed_versions
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """Modules that are imported (`a|b`: either), what to install for them, and variables that must be set."""
+
+    modules: tuple[str, ...]
+    install: str = ""
+    variables: tuple[str, ...] = ()
+    disabled_by: str = ""
+    """A variable that switches the callback off when it is `TRUE`."""
+    least_version: str = ""
+
+
+TRACKERS = {
+    "azure_ml": Tracker(("azureml.core.run",), "azureml-sdk"),
+    "clearml": Tracker(("clearml",), "clearml"),
+    "codecarbon": Tracker(("codecarbon",), "codecarbon"),
+    "comet_ml": Tracker(("comet_ml",), "comet-ml", least_version="3.43.2"),
+    # Its callback extends that of mlflow, and takes owner and repository from the tracking URI.
+    "dagshub": Tracker(("dagshub", "mlflow"), "dagshub mlflow", ("MLFLOW_TRACKING_URI",), "DISABLE_MLFLOW_INTEGRATION"),
+    "dvclive": Tracker(("dvclive",), "dvclive"),
+    "flyte": Tracker(("flytekit",), "flytekit"),
+    # Talks HTTP to the server that the variable names; a TrainJob sets it.
+    "kubeflow": Tracker((), "", ("KUBEFLOW_TRAINER_SERVER_URL",), "DISABLE_KUBEFLOW_INTEGRATION"),
+    "mlflow": Tracker(("mlflow",), "mlflow", (), "DISABLE_MLFLOW_INTEGRATION"),
+    "neptune": Tracker(("neptune",), "neptune"),
+    "swanlab": Tracker(("swanlab",), "swanlab"),
+    "tensorboard": Tracker(("tensorboard|tensorboardX",), "tensorboard"),
+    "trackio": Tracker(("trackio",), "trackio"),
+    "wandb": Tracker(("wandb",), "wandb"),
+}
+"""The names of transformers' INTEGRATION_TO_CALLBACK."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Why a tracker cannot be used, and what to type."""
+
+    reason: str
+    hint: str
+    is_set_elsewhere: bool = False
+    """Whether the machine that trains may have it: a variable."""
+
+
+def missing(name: str, environment: Mapping[str, str]) -> Missing | None:
+    """Return why the callback of a tracker would not start with the variables of the ranks, or None."""
+    tracker = TRACKERS[name]
+    if environment.get(tracker.disabled_by, "FALSE").upper() == "TRUE":
+        return Missing(
+            f"`{tracker.disabled_by}={environment[tracker.disabled_by]}` switches it off", f"`unset {tracker.disabled_by}`", True
+        )
+    install = f"`pip install {tracker.install}{f'>={tracker.least_version}' if tracker.least_version else ''}`"
+    for module in tracker.modules:
+        if not any(_is_installed(alternative) for alternative in module.split("|")):
+            return Missing(f"the package `{module.split('|')[0]}` is not installed", install)
+    if tracker.least_version and not _is_recent(tracker.install, tracker.least_version):
+        return Missing(f"the package `{tracker.install}` is older than {tracker.least_version}", install)
+    for variable in tracker.variables:
+        if variable not in environment:
+            return Missing(f"the variable `{variable}` is not set", f"`export {variable}=…` where the run starts", True)
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether a module can be imported. A folder without code is none: W&B writes its runs into `wandb/`."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # a parent of the module is missing
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def _is_recent(package: str, least: str) -> bool:
+    found = installed_versions([package])[package]
+    return found is not None and _numbers(found) >= _numbers(least)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
