@@ -58,7 +58,7 @@ _MODULES = {
     "compare": "jobs.compare",
     "evaluate": "jobs.evaluate",
     "generate": "jobs.generate",
-    "import_recipe": "jobs.make_recipe",
+    "import_recipe": "jobs.import_recipe",
     "load_recipe": "recipe.read.loader",
     "merge_checkpoint": "jobs.results",
     "plan": "jobs.plan",

@@ -152,7 +152,7 @@ def test_missing_tracker_is_refused_by_validate_dry_run_and_train(tmp_path: Path
     for words in (["validate", str(file)], ["train", str(file), "--dry-run"], ["train", str(file), "--no-start"], ["train", str(file)]):
         done = CliRunner().invoke(app, [*words, "--json"])
         assert done.exit_code == 2, words
-        assert [error["code"] for error in json.loads(done.stdout)["errors"]] == ["tracker-not-installed"], words
+        assert "tracker-not-installed" in [error["code"] for error in json.loads(done.stdout)["errors"]], words
     planned = resolve_recipe(load_recipe(file), Allowed(), Observer()).recipe
     assert planned.training.report_to == ["comet_ml"], "`plan` and `prepare` need none"
 

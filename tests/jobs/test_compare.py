@@ -160,7 +160,9 @@ def test_pair_of_runs_gets_its_verdict_with_evidence(pair: RunPair, tmp_path: Pa
 
 def test_page_lists_every_pair_and_no_wrong_answer() -> None:
     text = PAGE.read_text()
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.endswith((" right |", " WRONG |"))]
+    rows = [
+        line.split(" | ")[0].removeprefix("| ").replace("\\|", "|") for line in text.splitlines() if line.endswith((" right |", " WRONG |"))
+    ]
     assert rows == [name for _, name in names()], "python -m tests.jobs.confusion"
     assert "WRONG" not in text
 

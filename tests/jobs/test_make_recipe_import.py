@@ -97,7 +97,7 @@ def test_check_shows_what_an_override_has_changed() -> None:
 
 def test_side_of_axolotl_and_trl_is_what_they_compute_themselves(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("fsdp_tune.jobs.make_recipe.compare", lambda a, b, options, **_: seen.append((a, b, options.tools)))
+    monkeypatch.setattr("fsdp_tune.jobs.import_recipe.compare", lambda a, b, options, **_: seen.append((a, b, options.tools)))
     fsdp_tune.import_recipe(source, output=tmp_path / "r.yaml", overrides=["training.learning_rate=1e-3"], check=True)
     ((a, b, tools),) = seen
     assert (a.recipe.training.learning_rate, b, tools) == (2e-4, tmp_path / "r.yaml", "run")
@@ -105,7 +105,7 @@ def test_side_of_axolotl_and_trl_is_what_they_compute_themselves(source: Path, t
 
 def test_what_the_file_leaves_open_is_answered_on_both_sides_of_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("fsdp_tune.jobs.make_recipe.compare", lambda a, *_, **__: seen.append(a.recipe))
+    monkeypatch.setattr("fsdp_tune.jobs.import_recipe.compare", lambda a, *_, **__: seen.append(a.recipe))
     (tmp_path / "fsdp.yaml").write_text(ACCELERATE, encoding="utf-8")
     answers = ["model.name_or_path=gpt2", "data.train=[{path: rows.jsonl}]", "training.seed=7"]
     fsdp_tune.import_recipe(tmp_path / "fsdp.yaml", output=tmp_path / "r.yaml", overrides=answers, check=True)

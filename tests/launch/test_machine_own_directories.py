@@ -18,8 +18,7 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.resizing import OwnRun, other_data
-from fsdp_tune.launch.machines import machine as machines
-from fsdp_tune.launch.machines import store, verdicts
+from fsdp_tune.launch.machines import directories, store, verdicts
 from fsdp_tune.launch.machines.directories import OwnDirectory
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.run.directory import Held, RunDir, held_checkpoints, inspect_checkpoint, latest_checkpoint
@@ -193,7 +192,7 @@ def taken(play: OwnPlay, damage: Callable[[bytes], bytes] = lambda raw: raw) -> 
 
 def test_archive_of_more_bytes_than_announced_is_refused(play: OwnPlay, monkeypatch: pytest.MonkeyPatch) -> None:
     play.runs[0].recipe_json.write_text("x" * 5000)
-    monkeypatch.setattr(machines, "LARGEST_ARCHIVE_BYTES", 4999)
+    monkeypatch.setattr(directories, "LARGEST_ARCHIVE_BYTES", 4999)
     assert "its 1 files have 5,000 bytes" in taken(play).message
 
 

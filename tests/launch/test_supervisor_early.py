@@ -98,7 +98,7 @@ def test_full_temporary_directory_means_no_early_start(tmp_path: Path, absent: R
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("fsdp_tune.launch.supervise.supervisor.write_file", refuse)
+    monkeypatch.setattr("fsdp_tune.launch.supervise.early_launch.write_file", refuse)
     before = set(tmp_path.iterdir())
     with start_early(fake_plan(absent, 2), resolved(tmp_path)) as early:
         assert early is None

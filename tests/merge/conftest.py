@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_tune.core.atomic import Disk
-from fsdp_tune.merge import integrity, loaded, merging
+from fsdp_tune.merge import load_check, loaded, merging
 from fsdp_tune.merge.merging import MergeResult, merge_checkpoint
 from fsdp_tune.merge.source import MergeOptions
 
@@ -51,7 +51,7 @@ def real_child() -> None:
 @pytest.fixture(autouse=True)
 def _child_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "real_child" not in request.fixturenames:
-        for module in (integrity, merging):
+        for module in (load_check, merging):
             monkeypatch.setattr(module, "Child", ChildInProcess)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encodings import StoredType
 from fsdp_tune.merge.lora.adapt import merge_problems
-from fsdp_tune.model.loading import exported_config, saved_layout
+from fsdp_tune.model.loading import exported_config
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.tensor_account import BaseTensors, account_for
@@ -89,7 +89,7 @@ def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(bas
     (base / "model.safetensors").unlink()
     types = {name: StoredType("F32", tuple(value.shape)) for name, value in stored.items()}
     files = dict.fromkeys(types, base / "model.safetensors")
-    monkeypatch.setattr(saved_layout, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(exported_config, "hub_is_reachable", lambda: True)
     monkeypatch.setattr(exported_config, "_tensors_of_hub", lambda *_: BaseTensors(types, files, {}))
     monkeypatch.setattr(exported_config, "base_folder", lambda _: base)
     recipe = recipe_of({"name_or_path": str(base)})

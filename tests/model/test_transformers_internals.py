@@ -30,6 +30,7 @@ FALLBACKS = {
     "MAY_BE_MISSING": None,
     "FIND_PACKED": None,
     "IS_PACKED": None,
+    "GROUPED_PRODUCT_TAKES": None,
 }
 
 

@@ -79,7 +79,7 @@ def drop_position_ids() -> Iterator[None]:
     def without_positions(*arguments: Any, **options: Any) -> Any:
         return {name: array for name, array in collate(*arguments, **options).items() if name != "position_ids"}
 
-    with patch("fsdp_tune.worker.rows.training_rows.collate", without_positions):
+    with patch("fsdp_tune.worker.rows.batches.collate", without_positions):
         yield
 
 

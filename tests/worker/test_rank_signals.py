@@ -63,7 +63,7 @@ def test_run_saves_before_max_runtime(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(callbacks, "time", clock)
-    monkeypatch.setattr(rank, "time", clock)
+    monkeypatch.setattr(stop_request, "time", clock)
     checkpointer = SimpleNamespace(poll=lambda: None, longest_seconds=0.0)
     metrics = SimpleNamespace(failure=None, event=lambda *_, **__: None)
     callback = RunCallback(RunDir(Path()), StopRequest(max_runtime_seconds), lambda _: None, Witness("off", lambda _: None), is_first=False)

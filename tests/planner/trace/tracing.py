@@ -7,6 +7,7 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fsdp_tune.planner.trace_format import KINDS, PHASES, Records, Trace
@@ -19,24 +20,25 @@ def trace_of(recipe: Recipe, *, exact: bool = False, change: Callable[[], None] 
 
     Without a change one child makes all traces, as in a plan: torch's caches are warm, which halves the seconds of a trace.
     """
-    connection = _tracer() if change is None else _start(change)
+    connection, child = _tracer() if change is None else _start(change)
     try:
         connection.send((recipe, exact))
         answer: Any = connection.recv()
     finally:
         if change is not None:
             connection.close()
+            child.join()
     if isinstance(answer, str):
         raise AssertionError(answer)
     return Trace.from_bytes(answer)
 
 
 @functools.cache
-def _tracer() -> Connection:
+def _tracer() -> tuple[Connection, BaseProcess]:
     return _start(lambda: None)
 
 
-def _start(change: Callable[[], None]) -> Connection:
+def _start(change: Callable[[], None]) -> tuple[Connection, BaseProcess]:
     """Fork a child that makes traces until the connection is closed."""
     import fsdp_tune.planner.trace.trace_recipe  # noqa: F401  before the fork: the import is the long part
 
@@ -47,7 +49,7 @@ def _start(change: Callable[[], None]) -> Connection:
     assert child.pid is not None
     leaks.is_shared(child.pid)
     theirs.close()
-    return ours
+    return ours, child
 
 
 def _serve(change: Callable[[], None], ours: Connection, theirs: Connection) -> None:

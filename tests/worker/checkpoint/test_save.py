@@ -163,7 +163,7 @@ def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> 
 
 def run_recording_rotations(path: str) -> list[list[int]]:
     """The steps that each rotation protects; each step is better than the one before, and saves are slower than steps."""
-    from fsdp_tune.worker.checkpoint import rotation
+    from fsdp_tune.worker.checkpoint import save
 
     protected_steps: list[list[int]] = []
 
@@ -171,7 +171,7 @@ def run_recording_rotations(path: str) -> list[list[int]]:
         protected_steps.append(sorted(protected))
         return []
 
-    with patch.object(rotation, "rotate", record):
+    with patch.object(save, "rotate", record):
         run_with_slow_disk(path)
     return protected_steps
 
