@@ -169,7 +169,8 @@ def test_stage_of_live_merge_is_kept(run):
     live = [leave_stage(run, 1), leave_stage(run, 2, age_seconds=200, **ELSEWHERE)]
     dead = [leave_stage(run, 3, started="1"), leave_stage(run, 4, age_seconds=400, **ELSEWHERE), run / ".merged.stage-5"]
     dead[-1].mkdir()
-    result = merge_checkpoint(run, OPTIONS)
+    with stage_lock(live[0]).open():  # as a merge holds it
+        result = merge_checkpoint(run, OPTIONS)
     assert [stage.exists() and stage_lock(stage).exists() for stage in live] == [True, True]
     assert not [stage for stage in dead if stage.exists() or stage_lock(stage).exists()]
     assert sum("unfinished output" in notice.message for notice in result.notices) == len(dead)

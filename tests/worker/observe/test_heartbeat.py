@@ -196,6 +196,7 @@ def test_successor_is_noticed_while_both_write(ticking: HeartbeatWriter, run: Ru
     monkeypatch.setattr(heartbeats, "COMPARED_SECONDS", 0.2)
     later = started_in(run, "life-2", monkeypatch)
     until(lambda: later.beat("training", 3) or later.beat("saving", 3) or ticking.is_superseded())
+    time.sleep(0.3)  # a write of the other that had begun
     later.beat("training", 4)
     time.sleep(0.5)
     assert (content(run)["launch"], content(run)["step"]) == ("life-2", 4)
