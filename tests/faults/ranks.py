@@ -238,7 +238,7 @@ def come_back_half_blind(checkpoint: Path, blind: int) -> str:
     from fsdp_tune.core.errors import FsdpTuneError
     from fsdp_tune.run.manifest import Damage
 
-    unreadable = patch("fsdp_tune.worker.checkpoint.state.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
+    unreadable = patch("fsdp_tune.worker.checkpoint.restore.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
     try:
         with unreadable if dist.get_rank() == blind else contextlib.nullcontext():
             restore.agreed_checkpoint(str(checkpoint), digests=True)

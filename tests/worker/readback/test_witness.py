@@ -189,14 +189,14 @@ def frozen_parameter_that_moves() -> AbstractContextManager[Any]:
 
 
 def rows_of_another_rank() -> AbstractContextManager[Any]:
-    from fsdp_tune.worker.rows import training_rows
+    from fsdp_tune.worker.rows import batches
 
-    original = training_rows.rank_micro_batches
+    original = batches.rank_micro_batches
 
     def cut(rows: Any, *, dp_rank: int, **sizes: Any) -> Any:
         return original(rows, dp_rank=0, **sizes)
 
-    return patch.object(training_rows, "rank_micro_batches", cut)
+    return patch.object(batches, "rank_micro_batches", cut)
 
 
 def gathered_units_at_step_begin() -> AbstractContextManager[Any]:
