@@ -13,10 +13,10 @@ from fsdp_tune.data.bad_rows import bad_row_examples
 from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
 from fsdp_tune.data.format.templates import KEY, suggestion, template_of_source
+from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow, RowError, kind_of
 from fsdp_tune.data.read.shapes import delimiter_hint, shape_hint
 from fsdp_tune.data.read.sources import RowSource, find_source
-from fsdp_tune.data.read.tar_rows import read_rows
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE

@@ -24,7 +24,7 @@ from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.internals.transformers_internals import require_trainer_hooks
 from fsdp_tune.model.loading.assemble import Loaded
-from fsdp_tune.model.optim.muon import build_optimizer
+from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.shard.recompute import RecomputationCheck
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward
 from fsdp_tune.recipe.schema.recipe import Recipe

@@ -13,8 +13,8 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.read import row_files
+from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow, Part
-from fsdp_tune.data.read.tar_rows import read_rows
 
 ROWS: list[dict[str, Any]] = [{"text": "one"}, {"text": "zwei ä\u2028\u0085\u000b ü"}, {"text": "three"}]
 
@@ -111,7 +111,7 @@ def test_line_that_is_not_utf8_is_named_with_its_column(tmp_path: Path) -> None:
 
 
 def test_row_beyond_the_limit_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_tune.data.read.tar_rows.MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr("fsdp_tune.data.read.readers.MAX_ROW_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.compress(b'{"text": "' + b"x" * 5_000_000 + b'"}\n{"a": 1}\n'))
     assert good(path) == [{"a": 1}]
@@ -148,7 +148,7 @@ def test_broken_json_list_is_refused_with_line_and_column(tmp_path: Path, text: 
 
 def test_json_list_that_lanes_share_is_refused_above_their_part_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 100}] * 8))
-    monkeypatch.setattr("fsdp_tune.data.read.tar_rows.MAX_DOCUMENT_BYTES", 4 << 10)
+    monkeypatch.setattr("fsdp_tune.data.read.readers.MAX_DOCUMENT_BYTES", 4 << 10)
     assert len(list(read_rows(tmp_path / "a.json", "json"))) == 8
     assert len(list(read_rows(tmp_path / "a.json", "json", Part(1, 4)))) == 2
     with pytest.raises(FsdpTuneError, match="16 lanes of a stream"):

@@ -18,10 +18,10 @@ import fsspec
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.data.read import file_access, sources, tar_rows
+from fsdp_tune.data.read import file_access, readers, sources
+from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import RowSource, find_source
-from fsdp_tune.data.read.tar_rows import read_rows
 from fsdp_tune.data.stream.units import StreamUnit, count_units, refuse_changed_files, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.run import remote_files
@@ -345,7 +345,7 @@ def test_files_of_a_hub_data_set_are_read_by_ranges_in_a_child_process(tmp_path:
 
 
 def test_line_beyond_the_limit_is_one_bad_row_of_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar_rows, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([*ROWS[:50], {"text": "x" * 5000}, *ROWS[50:]]))
     for lanes in (1, 4, 40):

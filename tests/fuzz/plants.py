@@ -48,7 +48,7 @@ def _count_padding_in_balance() -> AbstractContextManager[Any]:
 
 def _accumulate_in_bf16() -> AbstractContextManager[Any]:
     """Micro-batches add up in the dtype of the weights, as FSDP2 does by itself."""
-    return patch("fsdp_tune.model.optim.muon.sums_need_fp32", lambda _: False)
+    return patch("fsdp_tune.model.optim.optimizer.sums_need_fp32", lambda _: False)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.model.kernels.compiled import install_kernels
+from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.loading.construct import build_full
 from tests.gpu.conftest import DEVICE, IS_SMALL, ON_CPU
 from tests.model.dropout_slices import check_masks

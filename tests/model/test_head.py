@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels import head
-from fsdp_tune.model.kernels.compiled import choose_loss, install_kernels
 from fsdp_tune.model.kernels.head import Logits
+from fsdp_tune.model.kernels.install import choose_loss, install_kernels
 from fsdp_tune.model.kernels.loss_in_head import OpaqueHead, logits_of, loss_kernel_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.step import micro_batch_loss

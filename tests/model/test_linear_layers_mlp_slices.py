@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.kernels.compiled import choose_kernels, install_kernels
+from fsdp_tune.model.kernels.install import choose_kernels, install_kernels
 from fsdp_tune.model.kernels.linear_layers import find_mlps, mlp_slices_of
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.shard.recompute import recompute_activations

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
-from fsdp_tune.model.optim.muon import build_optimizer, optimizer_of, orthogonalised_names
+from fsdp_tune.model.optim.muon import orthogonalised_names
+from fsdp_tune.model.optim.optimizer import build_optimizer, optimizer_of
 from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.recipe.schema import optimizers
 from tests.model.families import FAMILIES

@@ -34,8 +34,8 @@ def _groups(parameters: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _optimizer(kind: str, groups: list[dict[str, Any]], muon: dict[str, Any]) -> torch.optim.Optimizer:
+    from fsdp_tune.model.optim.adafactor import ShardedAdafactor
     from fsdp_tune.model.optim.muon import Muon
-    from fsdp_tune.model.optim.optimizer import ShardedAdafactor
     from fsdp_tune.recipe.schema.optimizers import MUON_DEFAULTS
 
     if kind == "adafactor":

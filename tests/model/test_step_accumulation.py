@@ -20,7 +20,7 @@ def sums(ranks: int, optim_args: str | None, **fsdp: Any) -> dict[str, float]:
     """On a rank: the error of the step's gradient before and in the update, against the fp64 sum of gradients taken one by one."""
     from fsdp_tune.model.loading.assemble import wrap_whole
     from fsdp_tune.model.loading.construct import build_full
-    from fsdp_tune.model.optim.muon import build_optimizer
+    from fsdp_tune.model.optim.optimizer import build_optimizer
     from fsdp_tune.model.shard.process_groups import make_mesh
     from fsdp_tune.model.step import forward_backward
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.model.kernels.compiled import install_kernels
+from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.worker.observe.metrics import first_bad_module
 from fsdp_tune.worker.rows.batches import Batch

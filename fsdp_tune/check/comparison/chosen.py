@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty, model_config
-from fsdp_tune.model.optim.muon import options_by_parameter
+from fsdp_tune.model.optim.optimizer import options_by_parameter
 from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.recipe.schema.recipe import Recipe
 

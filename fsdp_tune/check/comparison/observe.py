@@ -53,7 +53,7 @@ from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config
-from fsdp_tune.model.optim.muon import build_optimizer
+from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.model.step import (
     auxiliary_loss_weight,

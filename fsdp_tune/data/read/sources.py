@@ -16,8 +16,8 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.read.file_access import Stamp, UrlError, builtin_rows, check_protocol, find_urls, is_builtin, is_url, stamp, url_path
 from fsdp_tune.data.read.hub_sets import list_hub_files, load_from_hub, load_saved
+from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow, NumberedRow, dataset_rows
-from fsdp_tune.data.read.tar_rows import read_rows
 from fsdp_tune.recipe.references import can_only_be_a_path, find_extension
 from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 from fsdp_tune.run.manifest import Digester

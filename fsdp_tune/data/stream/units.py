@@ -16,9 +16,9 @@ from pathlib import Path
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.read.file_access import remote_info
+from fsdp_tune.data.read.readers import UTF8_BOM, count_lines, count_rows, is_plain_lines, read_rows
 from fsdp_tune.data.read.row_files import BadRow, NumberedRow, Part, arrow_row_count, dataset_rows, parquet_row_count
 from fsdp_tune.data.read.sources import RowSource, SourceFile
-from fsdp_tune.data.read.tar_rows import UTF8_BOM, count_lines, count_rows, is_plain_lines, read_rows
 
 UNITS_OF_LANE = 8
 """Least number of units of a lane if files can be divided at no cost."""

@@ -1,4 +1,9 @@
-"""Compile each decoder layer separately with torch.compile: `kernels.compile`."""
+"""Compile decoder layers with torch.compile: `kernels.compile`.
+
+Compiled is each decoder layer separately, as in torchtitan: equal layers share one graph, and the code between them (gathering, the loss)
+stays eager. A layer's `forward` is compiled, not its `__call__`: FSDP's hooks and the gathering stay outside of the graph. The
+recomputation of the layer is inside, so that the compiler chooses the tensors to keep within the recipe's policy.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.units import format_bytes
-from fsdp_tune.model.experts import require_known_balance
 from fsdp_tune.model.internals import torch_internals as internals
-from fsdp_tune.model.kernels.attention import live_attention
-from fsdp_tune.model.kernels.class_kernels import choose_class_kernels
-from fsdp_tune.model.kernels.head import SLICE_ELEMENTS, slice_tokens, summed_linear_loss
-from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, require_liger
-from fsdp_tune.model.kernels.linear_layers import choose_mlp_slices, find_mlps, install_mlp_slices
-from fsdp_tune.model.kernels.loss_in_head import OpaqueHead, install_loss_in_head, logits_of
 from fsdp_tune.model.model_files import WRITTEN, KernelChoice
-from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -129,74 +124,3 @@ class CompileClock(logging.Handler):
     @staticmethod
     def _counted() -> int:
         return int(internals.COUNTERS.get()["stats"]["unique_graphs"])
-
-
-def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
-    """Choose `kernels.loss` for both training and evaluation: auto is chunked if the larger batch of the two needs it.
-
-    Raises: usage error if the recipe sets a chunked loss that the model's forward does not allow.
-    """
-    requested = recipe.kernels.loss
-    if requested == "full":
-        return KernelChoice("full", WRITTEN)
-    if requested == "liger":
-        require_liger("kernels.loss: liger")
-    training = recipe.training
-    rows = training.per_device_train_batch_size
-    of_evaluation = training.per_device_eval_batch_size if recipe.evaluates else None
-    what = "tokens of an evaluation" if of_evaluation is not None and of_evaluation > rows else "tokens"
-    tokens = max(rows, of_evaluation or 0) * recipe.data.max_length // recipe.topology.row_parts
-    vocabulary = _head_rows(model)
-    if requested == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
-        size, limit = format_bytes(4 * tokens * vocabulary), format_bytes(4 * SLICE_ELEMENTS)
-        return KernelChoice("full", f"{tokens:,} {what} × {vocabulary:,} logits are {size} in fp32, {limit} are one slice")
-    try:
-        logits_of(model)
-    except OpaqueHead as opaque:
-        if requested == "auto":
-            return KernelChoice("full", str(opaque))
-        raise usage_error(
-            "loss-not-chunkable", f"`kernels.loss: {requested}`: {opaque}", hint="leave `kernels.loss` at auto, or write `full`"
-        ) from opaque
-    if requested == "auto":
-        part = slice_tokens(tokens, vocabulary)
-        size = format_bytes(4 * tokens * vocabulary)
-        return KernelChoice("chunked", f"{tokens:,} {what} × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time")
-    return KernelChoice(requested, WRITTEN)
-
-
-def _head_rows(model: PreTrainedModel) -> int:
-    head: Any = model.get_output_embeddings()
-    embedding: Any = model.get_input_embeddings()
-    return int((embedding if head is None else head).weight.shape[0])
-
-
-def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
-    """Return the choices by recipe key or optional package, for the bare model and the device that it will run on."""
-    require_known_balance(model)
-    require_shareable_rows(recipe, model)
-    return {
-        "model.attn_implementation": live_attention(recipe, model),
-        "kernels.loss": choose_loss(recipe, model),
-        "kernels.liger": choose_liger(recipe, model, device_type),
-        "kernels.compile": choose_compile(recipe),
-        "kernels.mlp_slice_tokens": choose_mlp_slices(recipe, model),
-        **choose_class_kernels(model, device_type),
-    }
-
-
-_LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}
-
-
-def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
-    """Install the chosen kernels in the bare model, and return the choices."""
-    chosen = choose_kernels(recipe, model, device_type)
-    mlps = {} if recipe.kernels.mlp_slice_tokens is None else find_mlps(recipe, model)  # on the CPU, where Liger's kernels cannot run
-    if chosen["kernels.liger"].value == "true":
-        apply_liger(model, rotary=recipe.fsdp.activation_checkpointing != "selective")
-    if recipe.kernels.mlp_slice_tokens is not None:
-        install_mlp_slices(mlps.values(), recipe.kernels.mlp_slice_tokens)
-    loss = chosen["kernels.loss"].value
-    if loss != "full":
-        install_loss_in_head(model, logits_of(model), _LOSSES[loss], loss)
-    return chosen

@@ -17,7 +17,8 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import KIB
 from fsdp_tune.model.active_parameters import active_parameters
 from fsdp_tune.model.adapters.lora import name_in_base
-from fsdp_tune.model.kernels.compiled import compile_layers, install_kernels
+from fsdp_tune.model.kernels.compiled import compile_layers
+from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.kernels.linear_layers import convert_to_fp8, require_gpu
 from fsdp_tune.model.loading.adapter_files import start_adapters
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers

@@ -35,7 +35,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.adapters.nf4 import nf4_notices
     from fsdp_tune.model.kernels.attention import large_mask_notices
     from fsdp_tune.model.kernels.class_kernels import slow_kernel_notices
-    from fsdp_tune.model.kernels.compiled import choose_kernels
+    from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts

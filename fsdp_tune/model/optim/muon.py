@@ -1,4 +1,11 @@
-"""Muon on sharded matrices, and AdamW for the other parameters."""
+"""Muon on sharded matrices.
+
+Muon updates the hidden matrices, with AdamW for everything else in the same optimizer. The momentum of a matrix is orthogonalised by
+torch's own function (`torch.optim.Muon`), always on the full matrix. Each rank of a shard group orthogonalises other matrices: in a round
+of as many matrices as ranks, one all-to-all sends every rank the parts of its matrix, and a second one sends the parts of the result
+back. Both carry bf16, in which torch orthogonalises anyway, so the number of ranks does not change a bit of the update. Replicas
+(HYBRID_SHARD, NO_SHARD) each orthogonalise all matrices.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.families import STATE_DECAY
-from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.torch_internals import ADJUST_RATE, ORTHOGONALISE
 from fsdp_tune.model.optim.adamw import AdamW
-from fsdp_tune.model.optim.adamw_in_blocks import torchao_class, with_plain_rates
-from fsdp_tune.model.optim.lean_adamw import LeanAdamW
-from fsdp_tune.model.optim.optimizer import ShardedAdafactor
-from fsdp_tune.model.shard.local import TORCH_DTYPE, compute_device, local_part, plain_name, refresh_scales, sharding_of
-from fsdp_tune.model.shard.wrap import fsdp_groups
-from fsdp_tune.model.step import parameter_groups
-from fsdp_tune.recipe.rules.limits import gathers_in_fp8
-from fsdp_tune.recipe.schema.optimizers import (
-    STOCHASTIC,
-    matching_group,
-    optimizer_arguments,
-    optimizer_name,
-    optimizer_options,
-    state_bits,
-    state_dtype,
-)
-from fsdp_tune.recipe.schema.recipe import Recipe, Training
-from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.model.shard.local import compute_device, local_part, plain_name, sharding_of
 
 ORTHOGONAL = "orthogonal"
 """Key of a parameter group: whether Muon updates its parameters."""
@@ -177,115 +165,3 @@ def _orthogonalised(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor
     """Return the orthogonalised matrix; overwrites `matrix`."""
     orthogonal: torch.Tensor = ORTHOGONALISE.get()(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
     return orthogonal
-
-
-def sums_need_fp32(recipe: Recipe) -> bool:
-    """Return whether FSDP2 would add the gradients of micro-batches in a dtype narrower than fp32."""
-    fsdp = recipe.fsdp
-    adds_shards = recipe.is_sharded and fsdp.version == 2 and not recipe.is_hybrid and fsdp.sync_each_batch
-    return adds_shards and recipe.model.dtype != "fp32" and (recipe.training.gradient_accumulation_steps or 1) > 1
-
-
-def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
-    """Make FSDP2 keep reduced gradients in fp32. Until the step (`round_before_step`) that of a shard takes 4 bytes per parameter.
-
-    Call it after the weights are on their device.
-    """
-    assert isinstance(wrapped, FSDPModule)
-    groups = fsdp_groups(wrapped)
-    for group in groups:
-        for parameter in group.fsdp_params:
-            if parameter.sharded_param.requires_grad:
-                parameter.sharded_param.grad_dtype = None  # any; torch 2.15 reads it in `_lazy_init` and keeps `reduce_dtype`
-    internals.LAZY_INIT.of(internals.FSDP_STATE.of(wrapped)())()  # otherwise the first forward would set the dtype again
-    for group in groups:
-        internals.ORIGINAL_DTYPE.set(group, torch.float32)  # what `foreach_reduce` casts its output to before torch 2.15
-
-
-def round_before_step(optimizer: Any) -> None:
-    """Make an optimizer cast gradients to the dtype of their parameters before each step, as torch's own require."""
-    optimizer.register_step_pre_hook(_round_gradients)
-    optimizer.rounds_gradients = True
-
-
-def rounds_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer casts gradients before each step."""
-    return bool(getattr(optimizer, "rounds_gradients", False))
-
-
-@torch.no_grad()
-def _round_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-                parameter.grad = parameter.grad.to(parameter.dtype)
-
-
-def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
-    """Create the optimizer for the trained parameters of `wrapped`, with weight decay for the names in `decayed`."""
-    optimizer = create_optimizer(recipe, wrapped, decayed)
-    if sums_need_fp32(recipe):
-        sum_gradients_in_fp32(wrapped)
-        if not isinstance(optimizer, LeanAdamW):  # which computes on fp32 copies
-            round_before_step(optimizer)
-    if gathers_in_fp8(recipe):
-        optimizer.register_step_post_hook(lambda *_: refresh_scales(wrapped))
-    return optimizer
-
-
-def create_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
-    training = recipe.training
-    kind, options = optimizer_of(training)
-    matrices = orthogonalised_names(wrapped, decayed) if kind is Muon else None
-    groups = parameter_groups(wrapped, lambda name: _options_of(recipe, name, decayed, matrices))
-    if optimizer_name(training) == "adafactor":
-        return ShardedAdafactor(groups, lr=training.learning_rate)
-    if state_bits(training) is not None:
-        return with_plain_rates(kind)(groups, **options)
-    if not options.get("fused") or kind is Muon:
-        return kind(groups, **options)
-    given = optimizer_arguments(training)
-    if not given:
-        return AdamW(groups, **options)
-    kept_in = TORCH_DTYPE.get(state_dtype(training, "as stored"))  # None: parameters that the class keeps in fp32 have moments in fp32
-    return LeanAdamW(groups, **options, state_dtype=kept_in, rounds_parameters=given.get(STOCHASTIC, False), seed=training.seed)
-
-
-def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: frozenset[str] | None) -> dict[str, Any]:
-    """Return the options of the group of a parameter: those of the first of `training.parameter_groups` that matches, or the recipe's.
-
-    In LoRA+ (arXiv:2402.12354) the learning rate of every B is `lora.lr_ratio` times that of A. `matrices` are the names for Muon.
-    """
-    own = matching_group(recipe.training, name)
-    rate, decay = (None, None) if own is None else (own.learning_rate, own.weight_decay)
-    if decay is None:
-        decay = float(training_value(recipe.training, "weight_decay")) if name in decayed else 0.0
-    if recipe.lora is not None and recipe.lora.lr_ratio != 1.0 and (".lora_B." in name or ".lora_embedding_B." in name):
-        rate = (recipe.training.learning_rate if rate is None else rate) * recipe.lora.lr_ratio
-    options = {"weight_decay": decay} | ({} if rate is None else {"lr": rate})
-    return options if matrices is None else options | {ORTHOGONAL: name in matrices}
-
-
-def options_by_parameter(recipe: Recipe, model: nn.Module, decayed: frozenset[str]) -> dict[str, dict[str, Any]]:
-    """Return the options of each trained parameter's group by its name; the model may be on the meta device."""
-    matrices = orthogonalised_names(model, decayed) if optimizer_of(recipe.training)[0] is Muon else None
-    names = [plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {name: _options_of(recipe, name, decayed, matrices) for name in names}
-
-
-def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return class and keyword arguments of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
-    name, bits, options = optimizer_name(training), state_bits(training), optimizer_options(training)
-    if name == "adafactor":
-        from transformers.optimization import Adafactor  # which imports PEFT
-
-        return Adafactor, options
-    return _CLASSES.get(name, torch.optim.AdamW) if bits is None else torchao_class(bits), options
-
-
-_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "muon": Muon,
-}

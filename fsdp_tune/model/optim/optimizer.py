@@ -1,18 +1,6 @@
 """Create the optimizer of a recipe: the one that transformers' Trainer would create for the same arguments, on this rank's shards.
 
-The planner creates the same optimizer, so that its state and its temporaries are those of a run. Updates of Adafactor and Muon need full
-tensors.
-
-Adafactor (arXiv:1804.04235) is set up as transformers' Trainer does. The second moment of a matrix is stored as means over its rows and
-over its columns, and an update is limited by its root mean square. All three are of the full tensor: each rank sums over its part, and
-one all-reduce adds the sums of all parameters, a second one the squares of all updates. Updates are computed twice rather than kept
-between the two.
-
-Muon updates the hidden matrices, with AdamW for everything else in the same optimizer. The momentum of a matrix is orthogonalised by
-torch's own function (`torch.optim.Muon`), always on the full matrix. Each rank of a shard group orthogonalises other matrices: in a round
-of as many matrices as ranks, one all-to-all sends every rank the parts of its matrix, and a second one sends the parts of the result
-back. Both carry bf16, in which torch orthogonalises anyway, so the number of ranks does not change a bit of the update. Replicas
-(HYBRID_SHARD, NO_SHARD) each orthogonalise all matrices.
+The planner creates the same optimizer, so that its state and its temporaries are those of a run.
 
 Gradients are accumulated over the micro-batches of a step in fp32, even if weights are bf16. FSDP2 casts each reduced gradient to the
 dtype of the weights and adds it there (`foreach_reduce`). In bf16 the error is 0.36 % after 8 micro-batches, 0.84 % after 64 and 2.2 %
@@ -21,146 +9,142 @@ after 512. HYBRID_SHARD adds in `reduce_dtype` until its all-reduce, as does `sy
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from fsdp_tune.model.optim.lean_adamw import restore_moments
-from fsdp_tune.model.shard.local import Sharding, local_part, sharding_of
-from fsdp_tune.model.step import sum_of_squares
-
-EPSILON, CLIP_THRESHOLD, DECAY_RATE = 1e-30, 1.0, -0.8
-"""transformers' defaults, which its Trainer does not change."""
-
-
-ROWS, COLUMNS, FULL = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
-
-
-@dataclass(slots=True)
-class _ParameterPart:
-    """This rank's part of a parameter, during one step."""
-
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    state: dict[str, torch.Tensor]
-    """Local parts of the moments."""
-    shape: torch.Size
-    """Shape of the full parameter."""
-    sharding: Sharding | None
-    group: dict[str, Any]
-    decay: float
-    """β₂ of this step."""
-    sums: list[torch.Tensor] = field(default_factory=list)
-    """Squares summed over the rows, and the sum of the new row means: of this rank's rows, and then of all rows."""
-
-    @property
-    def cuts_columns(self) -> bool:
-        """Whether a column has elements on several ranks."""
-        return self.sharding is not None and len(self.shape) >= 2 and self.sharding.dim == len(self.shape) - 2
-
-    def blend(self, kind: str, new: torch.Tensor) -> torch.Tensor:
-        return self.state[kind].mul_(self.decay).add_(new, alpha=1 - self.decay)
-
-    def sum_squares(self) -> None:
-        """Update the moments that need this rank's part alone, and fill `sums` for the others."""
-        squares = self.gradient.float().square().add_(EPSILON)
-        if FULL in self.state:
-            self.blend(FULL, squares)
-        else:
-            rows = self.blend(ROWS, squares.mean(dim=-1))
-            self.sums = [squares.sum(dim=-2), rows.sum(dim=-1, keepdim=True)]
-
-    def finish_moments(self) -> None:
-        if FULL not in self.state:
-            columns, rows = self.sums
-            self.blend(COLUMNS, columns / self.shape[-2])
-            self.sums = [rows / self.shape[-2]]
-
-    def update(self) -> torch.Tensor:
-        """Return the update before it is limited."""
-        gradient = self.gradient.float()
-        if FULL in self.state:
-            return self.state[FULL].rsqrt().mul_(gradient)
-        [mean] = self.sums
-        by_row = (self.state[ROWS] / mean).rsqrt_().unsqueeze(-1)
-        return torch.mul(by_row, self.state[COLUMNS].unsqueeze(-2).rsqrt()).mul_(gradient)
-
-    def apply(self, rms: torch.Tensor) -> None:
-        """`rms`: root mean square of the full update."""
-        rate, values = self.group["lr"], self.parameter.float()
-        update = self.update().div_((rms / CLIP_THRESHOLD).clamp_(min=1.0)).mul_(rate)
-        if self.group["weight_decay"]:
-            values.add_(values, alpha=-self.group["weight_decay"] * rate)
-        self.parameter.copy_(values.sub_(update))
+from fsdp_tune.model.internals import torch_internals as internals
+from fsdp_tune.model.optim.adafactor import ShardedAdafactor
+from fsdp_tune.model.optim.adamw import AdamW
+from fsdp_tune.model.optim.adamw_in_blocks import torchao_class, with_plain_rates
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW
+from fsdp_tune.model.optim.muon import ORTHOGONAL, Muon, orthogonalised_names
+from fsdp_tune.model.shard.local import TORCH_DTYPE, plain_name, refresh_scales
+from fsdp_tune.model.shard.wrap import fsdp_groups
+from fsdp_tune.model.step import parameter_groups
+from fsdp_tune.recipe.rules.limits import gathers_in_fp8
+from fsdp_tune.recipe.schema.optimizers import (
+    STOCHASTIC,
+    matching_group,
+    optimizer_arguments,
+    optimizer_name,
+    optimizer_options,
+    state_bits,
+    state_dtype,
+)
+from fsdp_tune.recipe.schema.recipe import Recipe, Training
+from fsdp_tune.recipe.schema.training_fields import training_value
 
 
-class ShardedAdafactor(torch.optim.Optimizer):
-    """Adafactor without relative steps and scaling by the parameter, as under transformers' Trainer. For FSDP2 and DDP."""
-
-    def __init__(self, params: Any, *, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
-        self._steps: dict[torch.Tensor, int] = {}  # per parameter: the planner's tensors have no values
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  no caller recomputes the loss
-        parts = [self._part(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for part in parts:
-            part.sum_squares()
-        _add_over_ranks([(part.sharding, each) for part in parts if part.cuts_columns for each in part.sums])
-        for part in parts:
-            part.finish_moments()
-        squares = [sum_of_squares([part.update()]) for part in parts]
-        _add_over_ranks([(part.sharding, square) for part, square in zip(parts, squares, strict=True) if part.sharding is not None])
-        for part, square in zip(parts, squares, strict=True):
-            part.apply((square / part.shape.numel()).sqrt().float())
-
-    def _part(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> _ParameterPart:
-        state = self.state[parameter]
-        if not state:
-            state |= {"step": torch.zeros((), dtype=torch.float32), **_zero_moments(parameter)}
-            self._steps[parameter] = 0
-        elif parameter not in self._steps:
-            self._steps[parameter] = int(state["step"])
-        state["step"] += 1
-        self._steps[parameter] += 1
-        moments = {kind: local_part(value) for kind, value in state.items() if kind != "step"}
-        decay = 1.0 - self._steps[parameter] ** DECAY_RATE
-        return _ParameterPart(local_part(parameter), local_part(gradient), moments, parameter.shape, sharding_of(parameter), group, decay)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        restore_moments(self, state_dict, torch.float32)
-        self._steps.clear()
+def sums_need_fp32(recipe: Recipe) -> bool:
+    """Return whether FSDP2 would add the gradients of micro-batches in a dtype narrower than fp32."""
+    fsdp = recipe.fsdp
+    adds_shards = recipe.is_sharded and fsdp.version == 2 and not recipe.is_hybrid and fsdp.sync_each_batch
+    return adds_shards and recipe.model.dtype != "fp32" and (recipe.training.gradient_accumulation_steps or 1) > 1
 
 
-def _zero_moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    if parameter.ndim < 2:
-        return {FULL: torch.zeros_like(parameter, dtype=torch.float32)}
-    return {ROWS: _zeros_without(parameter, parameter.ndim - 1), COLUMNS: _zeros_without(parameter, parameter.ndim - 2)}
+def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
+    """Make FSDP2 keep reduced gradients in fp32. Until the step (`round_before_step`) that of a shard takes 4 bytes per parameter.
+
+    Call it after the weights are on their device.
+    """
+    assert isinstance(wrapped, FSDPModule)
+    groups = fsdp_groups(wrapped)
+    for group in groups:
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad:
+                parameter.sharded_param.grad_dtype = None  # any; torch 2.15 reads it in `_lazy_init` and keeps `reduce_dtype`
+    internals.LAZY_INIT.of(internals.FSDP_STATE.of(wrapped)())()  # otherwise the first forward would set the dtype again
+    for group in groups:
+        internals.ORIGINAL_DTYPE.set(group, torch.float32)  # what `foreach_reduce` casts its output to before torch 2.15
 
 
-def _zeros_without(parameter: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return zeros in fp32 of the parameter's shape without `dim`, cut as the parameter is, or replicated if that cuts `dim`."""
-    shape, local = list(parameter.shape), list(local_part(parameter).shape)
-    del shape[dim], local[dim]
-    zeros = torch.zeros(local, dtype=torch.float32, device=parameter.device)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    placements = [Replicate() if placement.is_shard(dim) else placement for placement in parameter.placements]
-    strides = torch.empty(shape, device="meta").stride()
-    made = DTensor.from_local(zeros, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
-    return made.to(parameter.device)  # `from_local` moves what is in host memory to the devices of the mesh
+def round_before_step(optimizer: Any) -> None:
+    """Make an optimizer cast gradients to the dtype of their parameters before each step, as torch's own require."""
+    optimizer.register_step_pre_hook(_round_gradients)
+    optimizer.rounds_gradients = True
 
 
-def _add_over_ranks(tensors: list[tuple[Sharding | None, torch.Tensor]]) -> None:
-    """Add tensors over the ranks with the other parts, in place. One collective: the parameters of a model are cut over the same ranks."""
-    if not tensors:
-        return
-    [(ranks, device)] = {(sharding.group, sharding.device) for sharding, _ in tensors if sharding is not None}
-    total = torch.cat([tensor.reshape(-1) for _, tensor in tensors]).to(device)
-    dist.all_reduce(total, group=ranks)
-    for (_, tensor), added in zip(tensors, total.split([tensor.numel() for _, tensor in tensors]), strict=True):
-        tensor.copy_(added.view_as(tensor))
+def rounds_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer casts gradients before each step."""
+    return bool(getattr(optimizer, "rounds_gradients", False))
+
+
+@torch.no_grad()
+def _round_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                parameter.grad = parameter.grad.to(parameter.dtype)
+
+
+def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
+    """Create the optimizer for the trained parameters of `wrapped`, with weight decay for the names in `decayed`."""
+    optimizer = create_optimizer(recipe, wrapped, decayed)
+    if sums_need_fp32(recipe):
+        sum_gradients_in_fp32(wrapped)
+        if not isinstance(optimizer, LeanAdamW):  # which computes on fp32 copies
+            round_before_step(optimizer)
+    if gathers_in_fp8(recipe):
+        optimizer.register_step_post_hook(lambda *_: refresh_scales(wrapped))
+    return optimizer
+
+
+def create_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
+    training = recipe.training
+    kind, options = optimizer_of(training)
+    matrices = orthogonalised_names(wrapped, decayed) if kind is Muon else None
+    groups = parameter_groups(wrapped, lambda name: _options_of(recipe, name, decayed, matrices))
+    if optimizer_name(training) == "adafactor":
+        return ShardedAdafactor(groups, lr=training.learning_rate)
+    if state_bits(training) is not None:
+        return with_plain_rates(kind)(groups, **options)
+    if not options.get("fused") or kind is Muon:
+        return kind(groups, **options)
+    given = optimizer_arguments(training)
+    if not given:
+        return AdamW(groups, **options)
+    kept_in = TORCH_DTYPE.get(state_dtype(training, "as stored"))  # None: parameters that the class keeps in fp32 have moments in fp32
+    return LeanAdamW(groups, **options, state_dtype=kept_in, rounds_parameters=given.get(STOCHASTIC, False), seed=training.seed)
+
+
+def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: frozenset[str] | None) -> dict[str, Any]:
+    """Return the options of the group of a parameter: those of the first of `training.parameter_groups` that matches, or the recipe's.
+
+    In LoRA+ (arXiv:2402.12354) the learning rate of every B is `lora.lr_ratio` times that of A. `matrices` are the names for Muon.
+    """
+    own = matching_group(recipe.training, name)
+    rate, decay = (None, None) if own is None else (own.learning_rate, own.weight_decay)
+    if decay is None:
+        decay = float(training_value(recipe.training, "weight_decay")) if name in decayed else 0.0
+    if recipe.lora is not None and recipe.lora.lr_ratio != 1.0 and (".lora_B." in name or ".lora_embedding_B." in name):
+        rate = (recipe.training.learning_rate if rate is None else rate) * recipe.lora.lr_ratio
+    options = {"weight_decay": decay} | ({} if rate is None else {"lr": rate})
+    return options if matrices is None else options | {ORTHOGONAL: name in matrices}
+
+
+def options_by_parameter(recipe: Recipe, model: nn.Module, decayed: frozenset[str]) -> dict[str, dict[str, Any]]:
+    """Return the options of each trained parameter's group by its name; the model may be on the meta device."""
+    matrices = orthogonalised_names(model, decayed) if optimizer_of(recipe.training)[0] is Muon else None
+    names = [plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: _options_of(recipe, name, decayed, matrices) for name in names}
+
+
+def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return class and keyword arguments of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
+    name, bits, options = optimizer_name(training), state_bits(training), optimizer_options(training)
+    if name == "adafactor":
+        from transformers.optimization import Adafactor  # which imports PEFT
+
+        return Adafactor, options
+    return _CLASSES.get(name, torch.optim.AdamW) if bits is None else torchao_class(bits), options
+
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "muon": Muon,
+}

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.units import shown
-from fsdp_tune.model.optim.muon import create_optimizer
+from fsdp_tune.model.optim.optimizer import create_optimizer
 from fsdp_tune.model.shard.local import TORCH_DTYPE
 from fsdp_tune.recipe.rules.rates import UNREAD
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, optimizer_name, pairs_of

@@ -26,7 +26,7 @@ from fsdp_tune.model.kernels.linear_layers import convert_to_fp8
 from fsdp_tune.model.kernels.varlen import varlen_rows
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.optim.adamw_in_blocks import parts_of
-from fsdp_tune.model.optim.muon import build_optimizer
+from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.local import plain_name

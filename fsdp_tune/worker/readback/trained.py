@@ -30,8 +30,9 @@ from fsdp_tune.model.adapters.targets import ALL_LINEAR, ends_with, last_parts, 
 from fsdp_tune.model.internals.torch_internals import MODULE_INFO, PARAM_NAME
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
-from fsdp_tune.model.optim.muon import ORTHOGONAL, rounds_gradients
-from fsdp_tune.model.optim.optimizer import ShardedAdafactor
+from fsdp_tune.model.optim.adafactor import ShardedAdafactor
+from fsdp_tune.model.optim.muon import ORTHOGONAL
+from fsdp_tune.model.optim.optimizer import rounds_gradients
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, TORCH_DTYPE, gathered_in_fp8, is_fp8, local_part, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe

@@ -23,7 +23,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.model.internals.torch_internals import NON_PERSISTENT
-from fsdp_tune.model.optim.muon import sums_need_fp32
+from fsdp_tune.model.optim.optimizer import sums_need_fp32
 from fsdp_tune.model.shard.gathered import gathered_units, units_of
 from fsdp_tune.model.shard.local import local_part, plain_name
 from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments

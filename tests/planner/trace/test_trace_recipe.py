@@ -69,9 +69,9 @@ def no_optimizer() -> None:
     """SGD in the place of AdamW."""
     import torch
 
-    from fsdp_tune.model.optim import muon
+    from fsdp_tune.model.optim import optimizer
 
-    muon.optimizer_of = lambda training: (torch.optim.SGD, {"lr": 0.1})  # type: ignore[assignment]
+    optimizer.optimizer_of = lambda training: (torch.optim.SGD, {"lr": 0.1})  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("change", [no_loss, pytest.param(no_layer, marks=pytest.mark.slow), no_optimizer])
@@ -107,7 +107,7 @@ def test_traced_optimizer_state_equals_the_optimizer() -> None:
 def test_state_of_a_parameter_has_the_bytes_that_the_schema_states(optim: str, optim_args: str | None) -> None:
     import torch
 
-    from fsdp_tune.model.optim.muon import optimizer_of
+    from fsdp_tune.model.optim.optimizer import optimizer_of
 
     training = recipe_of("llama", training={"optim": optim, "optim_args": optim_args}).training
     weight = torch.nn.Parameter(torch.ones(64, 64))

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_tune.model.kernels.compiled import choose_loss
 from fsdp_tune.model.kernels.head import SLICE_ELEMENTS
+from fsdp_tune.model.kernels.install import choose_loss
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.derive import at_micro_batch, prime_for

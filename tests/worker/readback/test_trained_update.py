@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_tune.model.optim.adafactor import ShardedAdafactor
 from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
-from fsdp_tune.model.optim.muon import Muon, round_before_step
-from fsdp_tune.model.optim.optimizer import ShardedAdafactor
+from fsdp_tune.model.optim.muon import Muon
+from fsdp_tune.model.optim.optimizer import round_before_step
 from fsdp_tune.recipe.schema.optimizers import MUON_DEFAULTS
 from fsdp_tune.worker.readback.trained import UpdateSample
 

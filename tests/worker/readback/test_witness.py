@@ -216,7 +216,7 @@ def mesh_groups_with_torchs_limit() -> AbstractContextManager[Any]:
 
 
 def gradients_added_in_bf16() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.optim.muon.sums_need_fp32", lambda recipe: False)
+    return patch("fsdp_tune.model.optim.optimizer.sums_need_fp32", lambda recipe: False)
 
 
 def rotary_kernel_that_overwrites_its_inputs() -> AbstractContextManager[Any]:
