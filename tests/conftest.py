@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from fsdp_tune.core.devices import available_cores
 from tests import ranks, session, warm
 from tests.cuda import build
 from tests.cuda.devices import require
@@ -49,6 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times(config))
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
         build.start()  # all tests will run, and otherwise both processes would wait for it
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Three processes for two cores: tests wait for processes, files and time limits. Eight at most: the ranks have one server."""
+    return min(8, max(3, available_cores()))
 
 
 @pytest.hookimpl(trylast=True)

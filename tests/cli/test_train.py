@@ -188,10 +188,11 @@ def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.cold
 @pytest.mark.ranks
+@pytest.mark.parametrize("start", ["forked", pytest.param("cold", marks=pytest.mark.slow)])
 @on_devices
-def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path, device: str) -> None:
+def test_run_ends_with_a_merged_model_and_its_files(start: str, cli: Cli, tmp_path: Path, device: str) -> None:
+    """Cold, each process starts Python: 36 s of CPU, which continuous integration spends in `scripts/test-newest`."""
     short = smoke(device=device)
     done = cli("train", *short, "--json", "--profile", "steps=3:4")
     assert done.returncode == 0, done.stderr

@@ -92,7 +92,7 @@ def test_save_operations_are_deterministic(tmp_path: Path, on_ranks: Ranks) -> N
 @on_devices
 def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path, on_ranks: Ranks, count: Count) -> None:
     cases = Cases(tmp_path, on_ranks)
-    points = points_of(cases.operations(), every_write=60, every=17)
+    points = points_of(cases.operations(), every_write=60, every=29)
     kill_each(cases, points[::2])
     kill_each(cases, points[1::2], asynchronous=True)
     count(kill_points_in_a_save=len(points))
@@ -153,7 +153,7 @@ def test_disk_refusing_any_of_a_few_operations_is_reported_and_the_next_save_suc
     tmp_path: Path, on_ranks: Ranks, count: Count
 ) -> None:
     cases = Cases(tmp_path, on_ranks)
-    faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=6)[::3]  # each error, for once and for ever
+    faults = broken(cases, (errno.ENOSPC, errno.EIO), every_write=60, every=10)[::3]  # each error, for once and for ever
     refuse_each(cases, faults)
     count(refused_operations=len(faults))
 

@@ -14,7 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.merge.copy import gather, write
+from fsdp_tune.merge.copy.as_base import _is_inside
+from fsdp_tune.merge.read.reader import SourceTensor
+from fsdp_tune.run.base_model import Piece
 from tests.architectures.tiny import config_of, known, make_model
 from tests.data.test_tokenizer import write_base as write_tokenizer
 from tests.exports.case import write_run
@@ -55,6 +59,13 @@ def test_merged_model_has_names_and_shapes_of_the_base(family: str, merge: Any, 
     base = base_of(family, tmp_path / "base")
     run, trained = write_run(base, tmp_path)
     assert_exported_as_base(merge(run, dtype="keep").output, base, trained)
+
+
+@pytest.mark.parametrize(("shape", "is_whole"), [((4, 6, 3), True), ((4, 5, 3), False), ((4, 6, 2), False), ((6, 3), False)])
+def test_piece_that_a_parameter_does_not_hold_is_not_read(shape: tuple[int, ...], is_whole: bool) -> None:
+    piece = Piece("experts", start=(3, 2, 0), axes=(1, 2), sizes=(4, 3), position=(0, 0))
+    parameter = SourceTensor("experts", DTYPES["float32"], shape, chunks=(), files=None)  # type: ignore[arg-type]  # nothing is read
+    assert _is_inside(piece, parameter) == is_whole
 
 
 @pytest.mark.parametrize(("ranks", "dimension"), [(3, 0), (5, 1), (2, 2)])

@@ -15,30 +15,21 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from tests import leaks
 
 
-def trace_of(recipe: Recipe, *, exact: bool = False, change: Callable[[], None] | None = None) -> Trace:
-    """`change` is called first, in a child of its own: what it breaks of the shared step stays there.
+def trace_of(recipe: Recipe, *, exact: bool = False, change: Callable[[], None] = lambda: None) -> Trace:
+    """`change` breaks something of the shared step, in a child of its own.
 
-    Without a change one child makes all traces, as in a plan: torch's caches are warm, which halves the seconds of a trace.
+    One child makes all traces with the same change, as in a plan: torch's caches are warm, which halves the seconds of a trace.
     """
-    connection, child = _tracer() if change is None else _start(change)
-    try:
-        connection.send((recipe, exact))
-        answer: Any = connection.recv()
-    finally:
-        if change is not None:
-            connection.close()
-            child.join()
+    connection, _ = _tracer(change)
+    connection.send((recipe, exact))
+    answer: Any = connection.recv()
     if isinstance(answer, str):
         raise AssertionError(answer)
     return Trace.from_bytes(answer)
 
 
 @functools.cache
-def _tracer() -> tuple[Connection, BaseProcess]:
-    return _start(lambda: None)
-
-
-def _start(change: Callable[[], None]) -> tuple[Connection, BaseProcess]:
+def _tracer(change: Callable[[], None]) -> tuple[Connection, BaseProcess]:
     """Fork a child that makes traces until the connection is closed."""
     import fsdp_tune.planner.trace.trace_recipe  # noqa: F401  before the fork: the import is the long part
 
@@ -60,13 +51,13 @@ def _serve(change: Callable[[], None], ours: Connection, theirs: Connection) -> 
 
     ours.close()
     warnings.simplefilter("ignore")
+    change()
     while True:
         try:
             recipe, exact = theirs.recv()
         except EOFError:
             return
         try:
-            change()
             theirs.send(trace_recipe(recipe, exact=exact).to_bytes())
         except BaseException:  # noqa: BLE001  the test gets the traceback
             theirs.send(traceback.format_exc())
