@@ -31,11 +31,11 @@ from fsdp_tune.launch.mirror.remote_run import (
     remove_stage,
     run_folder,
 )
-from fsdp_tune.launch.mirror.send import MirrorState, state_path
 from fsdp_tune.launch.mirror.writer import SILENCE_SECONDS, MirrorInUseError, Writer, WriterRecord
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, best_so_far
 from fsdp_tune.run.manifest import digest_data
+from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
 STALL_SECONDS = 180.0

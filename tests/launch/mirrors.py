@@ -9,10 +9,11 @@ from pathlib import Path
 
 from fsdp_tune.core.ownership import this_owner
 from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, fetch_checkpoint
-from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
+from fsdp_tune.launch.mirror.send import Sender, follow
 from fsdp_tune.launch.mirror.writer import Writer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_files import RemoteDirectory
 
 

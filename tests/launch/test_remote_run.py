@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from fsdp_tune.core.atomic import STAGE_MARK, Disk
 from fsdp_tune.launch.mirror import send as sending
 from fsdp_tune.launch.mirror.remote_run import RemoteCheckpoint, RemoteRun, fetch_checkpoint
-from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow, state_path
+from fsdp_tune.launch.mirror.send import Sender, follow
 from fsdp_tune.run import remote_files
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_files import ContentError, RemoteDirectory, UrlError
 from tests.launch.mirrors import (
     Crash,

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.submit.cluster_job import ArrayTask, ClusterJob, JobFiles, Lead, estimated_lead, measured_lead, read_attempts
+from fsdp_tune.launch.submit.cluster_job import ArrayTask, ClusterJob, Lead, estimated_lead, measured_lead
 from fsdp_tune.launch.submit.slurm import BLOCK_BEGIN, BLOCK_END, check_allocation, parse_time, render, user_block
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.job_files import JobFiles, read_attempts
 
 JOB = ClusterJob(
     name="mine",

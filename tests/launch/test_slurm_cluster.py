@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
+from fsdp_tune.run.job_files import JobStart, read_attempts
 from tests.launch.slurm_cluster import Cluster, missing, running_cluster
 
 pytestmark = [

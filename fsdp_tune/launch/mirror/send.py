@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_
 from fsdp_tune.run.events import MetricsEvent, Mirrored, MirrorFailed
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, is_inside, list_files, read_manifest
 from fsdp_tune.run.metrics_file import append_event
-from fsdp_tune.run.records import Document
+from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_files import ContentError, UrlError, Verified
 from fsdp_tune.run.written_files import require_unchanged_output
 
@@ -59,36 +59,6 @@ RETRY_SECONDS = (5.0, 15.0, 30.0, 60.0)
 """Pauses after a folder could not be sent; the last one repeats."""
 PINS = ".mirror"
 """Folder of the run with hard links to the checkpoint that is being sent, so that a rotation does not remove its files."""
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorState(Document):
-    """logs/mirror-NN.json: what the process that sends has done, rewritten while it works."""
-
-    url: str
-    newest_step: int | None = None
-    """Of the complete checkpoints in the mirror."""
-    waiting: list[str] = field(default_factory=list[str])
-    """Folders that are complete on this disk and not in the mirror, the next one first."""
-    left_bytes: int = 0
-    """Of these folders."""
-    sent_bytes: int = 0
-    """Since the process started."""
-    hashed_bytes: int = 0
-    """Of models, before they are sent."""
-    refused: dict[str, str] = field(default_factory=dict[str, str])
-    """Folders that are damaged on this disk and are not sent, with the reason."""
-    error: str | None = None
-    """Why the last attempt failed; None after a success."""
-    is_refused: bool = False
-    """Whether repeating the attempt does not help: another run, another command, missing rights."""
-    failed_since: float | None = None
-    """Wall clock, seconds."""
-    pid: int = 0
-
-
-def state_path(run: RunDir, machine: int) -> Path:
-    return run.logs / f"mirror-{machine:02d}.json"
 
 
 class SentFiles:
