@@ -247,7 +247,7 @@ def batch_order(ranks: int, folder: Path) -> Figures:  # noqa: ARG001  all parts
 
 def mirror_listing(ranks: int, folder: Path) -> Figures:
     """One listing of a mirror with two checkpoints, as a start does."""
-    from fsdp_tune.launch.mirror.remote_run import RemoteRun
+    from fsdp_tune.cluster.mirror.remote_run import RemoteRun
 
     for step in (1, 2):
         for part in ("pytorch_model_fsdp_0", "optimizer_0"):

@@ -30,9 +30,9 @@ def test_planted_bugs_of_a_module_bring_the_tests_that_find_them(graph: grimp.Im
 
 
 def test_changed_helper_brings_the_tests_that_import_it(graph: grimp.ImportGraph) -> None:
-    chosen = dict(changed.chosen(["tests/launch/mirrors.py", "tests/core/test_units.py"], graph))
+    chosen = dict(changed.chosen(["tests/cluster/mirrors.py", "tests/core/test_units.py"], graph))
     assert chosen["tests/core/test_units.py"] == "changed"
-    assert chosen["tests/launch/test_remote_run.py"] == "uses a changed helper"
+    assert chosen["tests/cluster/test_remote_run.py"] == "uses a changed helper"
 
 
 def test_costly_tests_are_left_out_and_reported() -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.evaluate import Evaluation, SetResult
     from fsdp_tune.jobs.results import RunReport
     from fsdp_tune.launch.run_status import DirectoryStatus, MirrorStatus, RunStatus, Spike
-    from fsdp_tune.launch.submit.cluster_job import JobStart
     from fsdp_tune.merge.merging import MergeResult
+    from fsdp_tune.run.job_files import JobStart
 
 WATCH_SECONDS = 2.0
 SHOWN_STARTS = 8

@@ -14,9 +14,9 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.jobs.options import CloudOptions, KubernetesOptions, SlurmOptions, SubmitOptions
 
 if TYPE_CHECKING:
+    from fsdp_tune.cluster.submit.container_engines import Engine
     from fsdp_tune.jobs.submit import Submission, SubmitAnswer
     from fsdp_tune.jobs.submit_containers import ManifestAnswer
-    from fsdp_tune.launch.submit.container_engines import Engine
 
 submit = typer.Typer(name="submit", help="Train a recipe as a job of a cluster.", no_args_is_help=True)
 

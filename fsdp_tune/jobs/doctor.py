@@ -17,6 +17,9 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter
 
+from fsdp_tune.cluster.doctor_checks import HealthCheck, HealthNeeds, RankHealth, RankLimits, State, judge_health, judge_limits, judge_space
+from fsdp_tune.cluster.submit.container_job import shared_memory
+from fsdp_tune.cluster.submit.slurm import check_allocation
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
@@ -30,9 +33,6 @@ from fsdp_tune.jobs.options import DoctorOptions
 from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
-from fsdp_tune.launch.doctor_checks import HealthCheck, HealthNeeds, RankHealth, RankLimits, State, judge_health, judge_limits, judge_space
-from fsdp_tune.launch.submit.container_job import shared_memory
-from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.planner.predict.memory import disk, least_checkpoint_bytes, most_checkpoints
 from fsdp_tune.planner.predict.timing import collective_seconds
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, Trace

@@ -25,9 +25,9 @@ from fsdp_tune.jobs.results import merge_checkpoint
 from fsdp_tune.jobs.submit import ENDED, QueuedJob, Submission, already_queued, call_slurm, job_now, queued_jobs, submission
 from fsdp_tune.launch.command.resume import move_aside
 from fsdp_tune.launch.run_status import last_lines
-from fsdp_tune.launch.submit.cluster_job import JobFiles, JobStart, read_attempts
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
+from fsdp_tune.run.job_files import JobFiles, JobStart, read_attempts
 
 RECIPE = "gpt2_smoke"
 DIRECTORY = "runs/drill"

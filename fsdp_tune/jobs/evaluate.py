@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
-from fsdp_tune.check.evaluation.examples import (
+from fsdp_tune.answer.examples import (
     AnswerReader,
     Comparison,
     Estimate,
@@ -57,7 +57,7 @@ from fsdp_tune.run.directory import RunDir
 
 EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"
 FEW_ROWS = 10
-SCORE = (sys.executable, "-P", "-m", "fsdp_tune.check.evaluation.score")
+SCORE = (sys.executable, "-P", "-m", "fsdp_tune.answer.score")
 
 
 @dataclass(frozen=True, slots=True)

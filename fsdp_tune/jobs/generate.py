@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-from fsdp_tune.check.evaluation.examples import (
+from fsdp_tune.answer.examples import (
     AnswerSettings,
     ModelsRequest,
     ModelToEvaluate,
@@ -46,7 +46,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.run.directory import RunDir, checkpoint_step, latest_checkpoint, run_of
 
-ANSWER = (sys.executable, "-P", "-m", "fsdp_tune.check.evaluation.answer")
+ANSWER = (sys.executable, "-P", "-m", "fsdp_tune.answer.generate")
 UNUSABLE = "prompt-unusable"
 """Code of the problem of a prompt that cannot be answered."""
 FinishReason = Literal["stop", "length", "interrupted"]

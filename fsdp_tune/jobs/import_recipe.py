@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fsdp_tune.check.comparison.causes import is_named
+from fsdp_tune.compare.causes import is_named
 from fsdp_tune.core import atomic
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
@@ -17,8 +17,8 @@ from fsdp_tune.jobs.compare import compare
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import Allowed, CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
-from fsdp_tune.recipe.read.foreign.importing import ImportedRecipe, import_file
-from fsdp_tune.recipe.read.foreign.ledger import Fate
+from fsdp_tune.migrate.importing import ImportedRecipe, import_file
+from fsdp_tune.migrate.ledger import Fate
 from fsdp_tune.recipe.read.tools import OPTION_NAMES
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe

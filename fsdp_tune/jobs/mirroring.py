@@ -12,15 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdp_tune.core import processes as children
-from fsdp_tune.core.atomic import DISK
-from fsdp_tune.core.clocks import LIVED
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
-from fsdp_tune.core.processes import StoppedBySignal
-from fsdp_tune.core.units import format_bytes
-from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.launch.command.resume import AUTO, Start, check, compare, parse_resolved
-from fsdp_tune.launch.mirror.remote_run import (
+from fsdp_tune.cluster.mirror.remote_run import (
     Listing,
     MirrorIdentity,
     RemoteCheckpoint,
@@ -31,11 +23,19 @@ from fsdp_tune.launch.mirror.remote_run import (
     remove_stage,
     run_folder,
 )
-from fsdp_tune.launch.mirror.send import MirrorState, state_path
-from fsdp_tune.launch.mirror.writer import SILENCE_SECONDS, MirrorInUseError, Writer, WriterRecord
+from fsdp_tune.cluster.mirror.writer import SILENCE_SECONDS, MirrorInUseError, Writer, WriterRecord
+from fsdp_tune.core import processes as children
+from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.clocks import LIVED
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
+from fsdp_tune.core.processes import StoppedBySignal
+from fsdp_tune.core.units import format_bytes
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.launch.command.resume import AUTO, Start, check, compare, parse_resolved
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, best_so_far
 from fsdp_tune.run.manifest import digest_data
+from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_files import ContentError, UrlError
 
 STALL_SECONDS = 180.0
@@ -288,7 +288,7 @@ class Mirroring:
         words += ["all" if keep is None else str(keep), "unknown" if start is None else str(start)]
         words += [self._writer.key if self._writer is not None else "none"]
         words += ["own" if self.recipe.has_own_directories else "shared"]
-        command = [sys.executable, "-m", "fsdp_tune.launch.mirror.send", *words]
+        command = [sys.executable, "-m", "fsdp_tune.cluster.mirror.send", *words]
         with DISK.open_private(self.run.logs / f"mirror-{self.machine:02d}.log", "ab") as log:
             self._child = children.start(command, dict(os.environ), stdin=subprocess.PIPE, stdout=log, stderr=log)
         self._started += 1

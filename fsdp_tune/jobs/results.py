@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
+from fsdp_tune.cluster.mirror.remote_run import Listing, RemoteCheckpoint, RemoteRun, fetch_checkpoint, mirror_error
 from fsdp_tune.core.atomic import DISK, check_output_file, json_safe, write_file
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.secrets import mask_text
@@ -23,7 +24,6 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.answers import ReportAnswer, RunFigures
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.launch.command.resume import read_resolved
-from fsdp_tune.launch.mirror.remote_run import Listing, RemoteCheckpoint, RemoteRun, fetch_checkpoint, mirror_error
 from fsdp_tune.merge import merging
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
+from fsdp_tune.cluster.submit.cluster_job import ArrayTask, ClusterJob, Lead, estimated_lead, measured_lead
+from fsdp_tune.cluster.submit.slurm import parse_time, render, user_block
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import ExitCode, FailedError, Notice, Where, failed_error, usage_error
@@ -25,22 +27,12 @@ from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.recipes import sized_recipe
 from fsdp_tune.jobs.sweep import OWN_KEYS, PlannedRun, plan_sweep
 from fsdp_tune.jobs.train import Preview, preview
-from fsdp_tune.launch.submit.cluster_job import (
-    ENDED_BY_SLURM,
-    ArrayTask,
-    ClusterJob,
-    JobFiles,
-    Lead,
-    estimated_lead,
-    measured_lead,
-    read_attempts,
-)
-from fsdp_tune.launch.submit.slurm import parse_time, render, user_block
 from fsdp_tune.recipe.read.loader import LoadedRecipe, catalogue_directory
 from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.job_files import ENDED_BY_SLURM, JobFiles, read_attempts
 from fsdp_tune.run.metrics_file import json_objects, read_metrics
 
 CALL_SECONDS = 120.0

@@ -8,17 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.atomic import check_output_file, write_file
-from fsdp_tune.core.command import JsonAnswer
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
-from fsdp_tune.core.units import format_bytes, parse_bytes, parse_seconds
-from fsdp_tune.jobs.observer import Observer, session
-from fsdp_tune.jobs.options import Allowed, CloudOptions, KubernetesOptions
-from fsdp_tune.jobs.plan import checkpoint_bytes
-from fsdp_tune.jobs.recipes import code_not_allowed, resolve_recipe, sized_recipe
-from fsdp_tune.launch.submit import container_engines
-from fsdp_tune.launch.submit.cluster_job import Lead, estimated_lead, measured_lead
-from fsdp_tune.launch.submit.container_job import (
+from fsdp_tune.cluster.submit import container_engines
+from fsdp_tune.cluster.submit.cluster_job import Lead, estimated_lead, measured_lead
+from fsdp_tune.cluster.submit.container_job import (
     ContainerJob,
     Mount,
     SecretReference,
@@ -30,6 +22,14 @@ from fsdp_tune.launch.submit.container_job import (
     parse_secret,
     parse_variable,
 )
+from fsdp_tune.core.atomic import check_output_file, write_file
+from fsdp_tune.core.command import JsonAnswer
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.units import format_bytes, parse_bytes, parse_seconds
+from fsdp_tune.jobs.observer import Observer, session
+from fsdp_tune.jobs.options import Allowed, CloudOptions, KubernetesOptions
+from fsdp_tune.jobs.plan import checkpoint_bytes
+from fsdp_tune.jobs.recipes import code_not_allowed, resolve_recipe, sized_recipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics

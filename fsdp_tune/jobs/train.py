@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from fsdp_tune.cluster.submit.slurm import check_allocation
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import accelerate_default_config, host, versions
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
@@ -49,7 +50,6 @@ from fsdp_tune.launch.machines.channel import CountedBar, network_message, open_
 from fsdp_tune.launch.machines.directories import OwnDirectory
 from fsdp_tune.launch.machines.identity import identity_of
 from fsdp_tune.launch.machines.launches import Machines
-from fsdp_tune.launch.submit.slurm import check_allocation
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.supervisor import Message, Position

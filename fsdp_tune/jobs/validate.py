@@ -11,9 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.check.rehearsal.lifecycle_checks import Check, Rehearsal
-from fsdp_tune.check.rehearsal.parity_checks import make_comparable, parity_checks
-from fsdp_tune.check.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, collected, usage_error
 from fsdp_tune.core.hub import download_model
@@ -37,6 +34,9 @@ from fsdp_tune.recipe.read.yaml_source import read_text
 from fsdp_tune.recipe.resolve import ABSENT, Resolution, UnresolvedError, split_absent
 from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.rehearse.lifecycle_checks import Check, Rehearsal
+from fsdp_tune.rehearse.parity_checks import make_comparable, parity_checks
+from fsdp_tune.rehearse.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 
 
 @dataclass(frozen=True, slots=True)

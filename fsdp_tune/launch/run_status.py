@@ -16,14 +16,14 @@ from fsdp_tune.core.files import open_regular, read_regular
 from fsdp_tune.core.ownership import Owner, is_rank_of, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_of_finished, commands_to_resume, read_resolved
-from fsdp_tune.launch.mirror.send import MirrorState, state_path
-from fsdp_tune.launch.submit.cluster_job import JobStart, read_attempts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.event_parts import SpikeRow
 from fsdp_tune.run.events import SpikeEvent, TrainStarted, number, read_event
+from fsdp_tune.run.job_files import JobStart, read_attempts
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.metrics_file import json_objects, metrics_with
+from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.rank_files import Verdict, read_heartbeat, read_outcome
 from fsdp_tune.run.records import Prediction
 from fsdp_tune.run.time_left import TimeLeft

@@ -25,6 +25,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from fsdp_tune.cluster.doctor_checks import MISSING, NOT_COMPARED, SHARED_CORE_SHARE, RankHealth, slow_ranks
 from fsdp_tune.core.atomic import DISK, write_file, write_json
 from fsdp_tune.core.devices import gpu_states, host, versions
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
@@ -35,7 +36,6 @@ from fsdp_tune.core.processes import open_standard_streams
 from fsdp_tune.core.units import MIB
 from fsdp_tune.data.read.file_access import is_builtin
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.launch.doctor_checks import MISSING, NOT_COMPARED, SHARED_CORE_SHARE, RankHealth, slow_ranks
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import describe_base, digest_of_samples

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.check.comparison.small_server import Planted, serving, write_model
 from tests.cli.conftest import Cli, document
+from tests.compare.small_server import Planted, serving, write_model
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fsdp_tune.check.evaluation.examples import Request, RowScore
-from fsdp_tune.check.evaluation.score import run
+from fsdp_tune.answer.examples import Request, RowScore
+from fsdp_tune.answer.score import run
 from fsdp_tune.cli.runs import evaluate
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.read.file_access import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
@@ -175,7 +175,7 @@ def test_exact_match_counts_answers_of_a_model_that_knows_them(here: Path, model
             [*PreTrainedTokenizerFast.from_pretrained(models / "tuned")(" two").input_ids, ends[0]] for _ in prompts if next(known) < 999
         ]
 
-    monkeypatch.setattr("fsdp_tune.check.evaluation.score.generate", answers)
+    monkeypatch.setattr("fsdp_tune.answer.score.generate", answers)
     arguments = (models / "tuned", *DATA, "--metric", "exact_match", "--max-rows", "20", "--base", models / "base", "--out", "rows.jsonl")
     found = invoke(*arguments)
     result = found["sets"]["test"]

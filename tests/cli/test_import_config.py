@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_tune.check.comparison.environments import ObservingChild
+from fsdp_tune.compare.environments import ObservingChild
 from fsdp_tune.core.errors import ExitCode
-from fsdp_tune.recipe.read.foreign.ledger import leaves
+from fsdp_tune.migrate.ledger import leaves
 from tests.cli.conftest import Cli
 from tests.cli.in_process import answer, errors, invoke, settings
 from tests.jobs.sides import LLAMA, in_process
-from tests.recipe.foreign_files import AXOLOTL, FILES
+from tests.migrate.foreign_files import AXOLOTL, FILES
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_tune.cluster.mirror.remote_run import MirrorIdentity, RemoteRun
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.results import merge_checkpoint
-from fsdp_tune.launch.mirror.remote_run import MirrorIdentity, RemoteRun
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.remote_files import RemoteDirectory, UrlError
 from tests.cli.conftest import Done
-from tests.launch.test_remote_run import send_all
+from tests.cluster.test_remote_run import send_all
 from tests.merge.checkpoints import finish_checkpoint, make_run, merged_tensors
 
 STATES = {step: {"model.norm.weight": torch.full((64,), float(step))} for step in (10, 20)}

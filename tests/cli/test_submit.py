@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fsdp_tune.cli.app import app
+from fsdp_tune.cluster.submit.slurm import BLOCK_END
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import submit as jobs
 from fsdp_tune.jobs import sweep as sweeps
 from fsdp_tune.jobs.options import SlurmOptions, SubmitOptions
 from fsdp_tune.launch.command.resume import Start
-from fsdp_tune.launch.submit.slurm import BLOCK_END
 from tests.cli.conftest import refuse_undeclared
 
 SBATCH = r"""

@@ -20,9 +20,9 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from fsdp_tune.cli.app import app
+from fsdp_tune.cluster.submit import container_engines
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.jobs import submit_containers as jobs
-from fsdp_tune.launch.submit import container_engines
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.metrics_file import read_metrics
 from tests.cli.conftest import refuse_undeclared

@@ -20,7 +20,7 @@ from tests.cli.conftest import Done, document
 from tests.cli.in_process import errors, invoke
 from tests.cli.inspection import fake_model  # noqa: F401  a fixture
 from tests.cli.small_runs import STREAM, losses, make_base, write_rows
-from tests.launch.test_remote_run import save
+from tests.cluster.test_remote_run import save
 
 HUB_BASE, HUB_ENTRY = "someone/base", "hub/models--someone--base"
 ROW = {"messages": [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "2, and 2 + 2 = 4"}]}

@@ -39,7 +39,7 @@ MEAN_SOMETHING_ELSE = {
     "cli/train_view.py": {"opt"},  # the optimizer
     "data/format/templates.py": {"qwen3", "mistral", "gemma3", "phi3"},  # chat templates, whose names users write
     "merge/read/reader.py": {"opt"},  # an entry of a checkpoint's header: the optimizer
-    "recipe/read/foreign/general.py": {"gemma3"},
+    "migrate/general.py": {"gemma3"},
     "planner/trace/recorder.py": {"clip"},  # a phase of a step: clipping
     "planner/trace/traced_step.py": {"clip"},
     "planner/trace_format.py": {"clip"},

@@ -226,7 +226,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("existing output replaced", "merge.output_directory:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
-    plant("differing ranks accepted", "launch.doctor_checks:differences", never("first"), rows="F032"),
+    plant("differing ranks accepted", "cluster.doctor_checks:differences", never("first"), rows="F032"),
     plant("loader processes handle stop signals", "worker.rows.batches:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "failed launch not restarted",
@@ -386,8 +386,8 @@ PLANTS: tuple[Plant, ...] = (
     plant("signals stay handled after a job", "core.processes:stop_signals_raise", statement("handler", "pass"), rows="F142"),
     plant("used port not noticed", "core.processes:port_refusal", drop("probe.bind"), rows="F140"),
     # devices
-    plant("words of a job not quoted", "launch.submit.slurm:_body_values", value("words", "list(job.arguments)"), rows="F121"),
-    plant("names in lines of sbatch not checked", "launch.submit.slurm:_unwritable", always("_QUOTABLE"), rows="F121"),
+    plant("words of a job not quoted", "cluster.submit.slurm:_body_values", value("words", "list(job.arguments)"), rows="F121"),
+    plant("names in lines of sbatch not checked", "cluster.submit.slurm:_unwritable", always("_QUOTABLE"), rows="F121"),
     plant("text of a report not escaped", "pages.report_page:_template", value("autoescape", "False"), rows="F122"),
     plant("fault of a GPU not recognised", "worker.main:_outcome_of", never("device_fault"), rows="F143"),
     plant(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_tune.cluster.doctor_checks import HealthCheck, State
 from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.core.units import GIB
 from fsdp_tune.jobs import doctor
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.doctor_checks import HealthCheck, State
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.health_files import HealthFiles
 from tests.launch.test_accelerate import plan, resolved

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import fsdp_tune
-from fsdp_tune.check.comparison.environments import ObservingChild
+from fsdp_tune.compare.environments import ObservingChild
 from fsdp_tune.jobs.import_recipe import check_import
 from tests.jobs.sides import LLAMA, in_process
-from tests.recipe.foreign_files import ACCELERATE, AXOLOTL
+from tests.migrate.foreign_files import ACCELERATE, AXOLOTL
 
 
 @pytest.fixture

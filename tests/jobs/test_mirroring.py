@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.cluster.mirror import writer as writing
+from fsdp_tune.cluster.mirror.remote_run import IDENTITY_NAME, RemoteRun, read_identity
+from fsdp_tune.cluster.mirror.send import Sender, follow
+from fsdp_tune.cluster.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.jobs import mirroring as jobs
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.launch.mirror import writer as writing
-from fsdp_tune.launch.mirror.remote_run import IDENTITY_NAME, RemoteRun, read_identity
-from fsdp_tune.launch.mirror.send import MirrorState, Sender, follow
-from fsdp_tune.launch.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.run.mirror_state import MirrorState
 from fsdp_tune.run.remote_files import RemoteDirectory, UrlError
+from tests.cluster.test_remote_run import make_run, save, send_all
+from tests.cluster.test_writer import Elsewhere
 from tests.launch.test_accelerate import resolved
-from tests.launch.test_remote_run import make_run, save, send_all
-from tests.launch.test_writer import Elsewhere
 
 
 def mirroring(run: RunDir, remote: RemoteRun, *overrides: str) -> Mirroring:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 import fsdp_tune
-from fsdp_tune.check.evaluation.answer import Answering, Reference, StopFlag
-from fsdp_tune.check.evaluation.examples import AnswerSettings, ModelsRequest, find_model
+from fsdp_tune.answer.examples import AnswerSettings, ModelsRequest, find_model
+from fsdp_tune.answer.generate import Answering, Reference, StopFlag
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import served as job
 from fsdp_tune.jobs.evaluate import recipe_of_model
 from fsdp_tune.jobs.generate import AnsweringModel
 from fsdp_tune.jobs.options import Allowed, CompareOptions, GenerateOptions
 from fsdp_tune.jobs.served import CompareAnswer
-from tests.check.comparison.small_server import BOS, EOS, WITH_SYSTEM, Planted, SmallServer, serving, write_model
+from tests.compare.small_server import BOS, EOS, WITH_SYSTEM, Planted, SmallServer, serving, write_model
 
 TOKENS = 8
 PROMPTS = "one plus two\nthirty seven plus four is\n"

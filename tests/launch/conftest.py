@@ -9,12 +9,10 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import channel as channels
 from fsdp_tune.launch.machines import directories, store
 from fsdp_tune.launch.machines import launches as machines
-from fsdp_tune.launch.mirror.remote_run import RemoteRun
 from fsdp_tune.launch.supervise import hang, rank_watch, supervisor
 from fsdp_tune.run.directory import RunDir
 from tests.launch.fake_ranks import Parts, PlanOf, fake_plan, write_parts_of_ranks
 from tests.launch.links import Play
-from tests.launch.mirrors import save, send_all
 
 
 @pytest.fixture
@@ -73,17 +71,3 @@ def play_of(run: RunDir) -> Iterator[Callable[[int], Play]]:
     yield make
     for each in played:
         each.network.close()
-
-
-@pytest.fixture
-def remote(tmp_path: Path) -> RemoteRun:
-    """A mirror in a directory."""
-    return RemoteRun(f"file://{tmp_path}/mirror", "run")
-
-
-@pytest.fixture
-def sent(run: RunDir, remote: RemoteRun) -> RunDir:
-    """A run whose checkpoint of step 5 is in the mirror."""
-    save(run, 5)
-    assert send_all(run, remote)
-    return run

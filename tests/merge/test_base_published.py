@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_tune.check.evaluation.loaded_model import _published_names
+from fsdp_tune.answer.loaded_model import _published_names
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.merge.merge_options import MergeOptions

@@ -14,8 +14,8 @@ from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.read.other_tools import COUNTERPARTS, other_tool
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
-from tests.recipe.foreign_files import FILES
-from tests.recipe.imports import from_text, questions, refusal, row, values
+from tests.migrate.foreign_files import FILES
+from tests.migrate.imports import from_text, questions, refusal, row, values
 from tests.recipe.loading import problems
 
 LITGPT = "checkpoint_dir: checkpoints/m\nout_dir: out/lora\nlora_r: 32\nlora_query: true\ntrain: {global_batch_size: 16, epochs: 4}\n"

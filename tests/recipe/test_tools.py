@@ -10,7 +10,7 @@ import yaml
 
 from fsdp_tune.recipe.read.loader import catalogue
 from fsdp_tune.recipe.read.tools import OPTION_NAMES, OptionName, foreign_tool, tool_of
-from tests.recipe.foreign_files import FILES
+from tests.migrate.foreign_files import FILES
 from tests.recipe.loading import MINIMAL, one_problem, problems
 
 MAPPINGS = {name: (tool, text) for name, (tool, file, text) in FILES.items() if not file.endswith((".sh", ".py"))}

@@ -72,7 +72,20 @@ def test_help_is_light_and_has_an_example(path: tuple[str, ...], interpreter: In
     assert is_group or "Example" in done.out
 
 
-READS_NO_DATA = {"data", "planner", "model", "worker", "check", "numpy", "jinja2", "torch", "transformers"}
+READS_NO_DATA = {
+    "data",
+    "planner",
+    "model",
+    "worker",
+    "compare",
+    "answer",
+    "rehearse",
+    "migrate",
+    "numpy",
+    "jinja2",
+    "torch",
+    "transformers",
+}
 
 
 @pytest.mark.parametrize(

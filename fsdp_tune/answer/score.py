@@ -1,0 +1,137 @@
+"""Run models over prepared rows, in a process of its own: `python -m fsdp_tune.answer.score < request.json`.
+
+Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index", "total", "count"} | {"index", "ids", "is_cut"}, …]}` after each batch,
+and at the end of a failure `{"problems": […], "exit_code": 2}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from fsdp_tune.answer.examples import EvaluatedExample, Request, RowScore, read_examples
+from fsdp_tune.answer.loaded_model import load_model
+from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, usage_error
+from fsdp_tune.data.collate import collate
+from fsdp_tune.data.store import IGNORE_INDEX
+from fsdp_tune.model.generate import end_ids_of, generate, room
+from fsdp_tune.model.step import shift_labels
+from fsdp_tune.recipe.references import Extension
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    request: Request
+    model: PreTrainedModel
+
+    def batches(self, examples: Sequence[EvaluatedExample]) -> Iterator[list[RowScore]]:
+        """Yield the scores of a batch of rows of similar length at a time; the batches are the same for any number of processes."""
+        score = {"generate": self._generate, "loss": self._loss, "extension": self._extension}[self.request.measure]
+        if self.request.measure == "generate":
+            self._refuse_beyond_positions(examples)
+        order = sorted(range(len(examples)), key=lambda index: -len(examples[index].row.input_ids))
+        size = self.request.batch_size
+        for start in range(self.request.part * size, len(order), self.request.parts * size):
+            chosen = order[start : start + size]
+            yield score(chosen, [examples[index] for index in chosen])
+
+    def _generate(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
+        request = self.request
+        prompts = [example.row.input_ids[: example.answer[0]].tolist() for example in examples]
+        ends = {*(request.end_ids or ()), *end_ids_of(self.model)}
+        device = torch.device(request.device)
+        new = generate(self.model, prompts, max_new_tokens=request.max_new_tokens, end_ids=ends, pad_id=request.pad_id, device=device)
+        return [
+            RowScore(index, ids=[token for token in tokens if token not in ends], is_cut=not ends.intersection(tokens))
+            for index, tokens in zip(chosen, new, strict=True)
+        ]
+
+    def _loss(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
+        logits, targets = self._forward(examples)
+        totals: list[float] = []
+        for row, wanted in zip(logits, targets, strict=True):  # fp32 copies of the logits of all rows would not fit with long rows
+            trained = wanted != IGNORE_INDEX
+            losses = F.cross_entropy(row[trained].float(), wanted[trained], reduction="none")
+            totals.append(float(losses.double().sum()))
+        return self._rows(chosen, examples, totals, (targets != IGNORE_INDEX).sum(1).tolist())
+
+    def _extension(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
+        assert self.request.metric is not None
+        metric: Callable[..., Any] = Extension.from_dict(self.request.metric).load()
+        logits, targets = self._forward(examples)
+        totals: list[float] = []
+        counts: list[float] = []
+        for row, example in enumerate(examples):
+            length = len(example.row.input_ids)
+            one = targets[row : row + 1, :length]
+            total, count = metric(logits[row : row + 1, :length], one, one != IGNORE_INDEX)
+            totals.append(float(total))
+            counts.append(float(count))
+        return self._rows(chosen, examples, totals, counts)
+
+    def _forward(self, examples: Sequence[EvaluatedExample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits [rows, tokens, vocabulary] and the target of each position [rows, tokens]."""
+        arrays = collate([example.row for example in examples], self.request.pad_id, 1)
+        tensors = {name: torch.from_numpy(array).to(self.request.device) for name, array in arrays.items()}
+        logits: torch.Tensor = self.model(input_ids=tensors["input_ids"], use_cache=False).logits
+        return logits, shift_labels(tensors["labels"])
+
+    def _rows(
+        self, chosen: Sequence[int], examples: Sequence[EvaluatedExample], totals: list[float], counts: list[float]
+    ) -> list[RowScore]:
+        for example, total in zip(examples, totals, strict=True):
+            if total != total or abs(total) == float("inf"):
+                message = f"the score of a row is {total}, so the metric has no value"
+                problem = Problem("score-not-finite", message, example.where, "try `--dtype fp32`; else the model itself is damaged")
+                raise FailedError(problem, exit_code=ExitCode.NON_FINITE)
+        return [RowScore(*each) for each in zip(chosen, totals, counts, strict=True)]
+
+    def _refuse_beyond_positions(self, examples: Sequence[EvaluatedExample]) -> None:
+        longest = max(examples, key=lambda example: example.answer[0])
+        if room(self.model, longest.answer[0], self.request.max_new_tokens) < 1:
+            message = f"a prompt of {longest.answer[0]:,} tokens fills all positions of the model"
+            raise usage_error("beyond-positions", message, where=longest.where, hint="lower `data.max_length`")
+
+
+def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
+    for number, each in enumerate(request.models):
+        model = load_model(each, request)
+        scorer = Scorer(request, model)
+        with torch.inference_mode():
+            for label, path in request.sets.items():
+                for rows in scorer.batches(read_examples(path, most=request.max_rows)):
+                    emit({"model": number, "set": label, "rows": [asdict(row) for row in rows]})
+        del model, scorer
+        if request.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    request = Request.from_json(sys.stdin.read())
+    output = sys.stdout
+
+    def emit(line: dict[str, Any]) -> None:
+        output.write(json.dumps(line) + "\n")
+        output.flush()
+
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold JSON alone
+        try:
+            run(request, emit)
+        except FsdpTuneError as error:
+            emit({"problems": [problem.as_dict() for problem in error.problems], "exit_code": int(error.exit_code)})
+        except torch.OutOfMemoryError as error:
+            hint = f"`--batch-size {max(1, request.batch_size // 2)}`" if request.batch_size > 1 else "`--dtype bf16`, or another device"
+            problem = Problem("device-out-of-memory", f"the device is out of memory: {str(error).splitlines()[0]}", hint=hint)
+            emit({"problems": [problem.as_dict()], "exit_code": int(ExitCode.OUT_OF_MEMORY)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Rehearse a recipe with a scaled-down model on the code path of a real run."""

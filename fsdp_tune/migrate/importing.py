@@ -1,0 +1,468 @@
+"""Make a recipe of the file of another tool: read it, settle every key, complete it, and check it by the reader of recipes itself.
+
+The recipe is written with sections in the order of the schema, and the origin of each value next to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import yaml
+
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.secrets import mask_text
+from fsdp_tune.core.units import ScalarError, parse_plain, printable
+from fsdp_tune.migrate import completion
+from fsdp_tune.migrate.completion import complete, name_model_and_data
+from fsdp_tune.migrate.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
+from fsdp_tune.migrate.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
+from fsdp_tune.migrate.open_keys import settle_computed
+from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
+from fsdp_tune.migrate.read.foreign_file import END, ForeignFile, named_values, read_foreign, take_unexpanded
+from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, llama_factory, soup, torchtune, unsloth
+from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
+from fsdp_tune.recipe.read.tools import (
+    ACCELERATE,
+    AUTOMODEL,
+    AXOLOTL,
+    DEEPSPEED,
+    EXAMPLES,
+    FMS,
+    LLAMA_FACTORY,
+    SOUP,
+    SWIFT,
+    TORCHTUNE,
+    TRL,
+    UNSLOTH,
+)
+from fsdp_tune.recipe.rules.rates import UNREAD
+from fsdp_tune.recipe.schema.keys import dotted
+from fsdp_tune.recipe.schema.recipe import Recipe
+
+_WIDTH = 100
+
+
+def recipe_text(ledger: Ledger, found: ForeignFile) -> str:
+    """Return the text of the recipe. Each question is a comment in the section that it is about, those about none are at the end."""
+    lines = [f"{IMPORTED_FROM}{printable(found.path.name)} ({found.tool}){BY_IMPORT}", *_comment(found.above.get((), []))]
+    questions = _questions(ledger)
+    order = [field.alias or name for name, field in Recipe.model_fields.items()]
+    tree = _tree(ledger)
+    comments = _Comments(ledger, found)
+    for name in order:
+        if name in tree:
+            lines += comments.entry((name,), tree[name], 0)
+        asked = questions.pop(name, [])
+        if asked and name not in tree:
+            lines.append(f"# {name}:")
+        lines += [f"  {DECIDE}{words}" for words in asked]
+    lines += [f"{DECIDE}{words}" for words in questions.pop("", [])]
+    lines += _comment(comments.left(found.path.name))
+    return "\n".join(lines) + "\n"
+
+
+def _questions(ledger: Ledger) -> dict[str, list[str]]:
+    """Return the questions by the section that they are about; "" for none."""
+    found: dict[str, list[str]] = {}
+    for row in ledger.rows:
+        if row.fate is Fate.QUESTION:
+            section = str(row.targets[0][0]) if row.targets else ""
+            found.setdefault(section, []).append(f"`{row.key}: {_shortened(row.shown_value)}`: {printable(row.reason)}")
+    for target, words in ledger.decisions:
+        near = f"`{dotted(target)}`: " if target else ""
+        found.setdefault(str(target[0]) if target else "", []).append(f"{near}{printable(words)}")
+    return found
+
+
+def _shortened(value: object) -> str:
+    text = printable(yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).removesuffix("...\n").strip())
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
+
+
+def _comment(words: list[str]) -> list[str]:
+    return [f"# {mask_text(printable(line))}" if line else "#" for line in words]
+
+
+def _tree(ledger: Ledger) -> dict[str, Any]:
+    """Return the settings as mappings and lists, with a `Setting` for each value."""
+    tree: dict[str, Any] = {}
+    for target in sorted(ledger.settings, key=len):
+        setting = ledger.settings[target]
+        if setting.value == {} and any(other[: len(target)] == target for other in ledger.settings if other != target):
+            continue
+        holder: Any = tree
+        for part, following in zip(target, (*target[1:], None), strict=True):
+            default: Any = setting if following is None else [] if isinstance(following, int) else {}
+            holder = _child(holder, part, default)
+    return tree
+
+
+def _child(holder: object, part: str | int, default: Any) -> Any:
+    if isinstance(part, str):
+        return cast("dict[str, Any]", holder).setdefault(part, default)
+    items = cast("list[Any]", holder)
+    while len(items) <= part:
+        items.append({})
+    return items[part]
+
+
+class _Comments:
+    """Writes the entries of a recipe with their origins, and hands out each comment of the source once."""
+
+    def __init__(self, ledger: Ledger, found: ForeignFile) -> None:
+        self._rows = ledger.rows
+        self._above = {path: words for path, words in found.above.items() if path}
+        self._beside = dict(found.beside)
+        self._explained: set[int] = set()
+        """Rows whose reason stands beside another value already."""
+
+    def entry(self, target: Path, node: Any, indent: int) -> Iterator[str]:
+        space, key = "  " * indent, _key(str(target[-1]))
+        if isinstance(node, Setting):
+            above, beside = self._of(node)
+            yield from (f"{space}{line}" for line in _comment(above))
+            yield f"{space}{key}: {scalar(node.value)}  # {beside}"
+        elif isinstance(node, dict):
+            yield f"{space}{key}:"
+            for name, inner in cast("dict[str, Any]", node).items():
+                yield from self.entry((*target, name), inner, indent + 1)
+        else:
+            yield f"{space}{key}:"
+            for index, item in enumerate(cast("list[Any]", node)):
+                yield from self._item((*target, index), cast("Mapping[str, Any]", item), indent)
+
+    def _item(self, target: Path, item: Mapping[str, Any], indent: int) -> Iterator[str]:
+        """An entry of a list: its first key has the dash."""
+        lines = [line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)]
+        space = "  " * (indent + 1)
+        lines = lines or [f"{space}  {{}}"]
+        first = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
+        yield from (f"{space}{line.lstrip()}" for line in lines[:first])
+        yield f"{space}- {lines[first].lstrip()}"
+        yield from lines[first + 1 :]
+
+    def _of(self, setting: Setting) -> tuple[list[str], str]:
+        """Return the comments above the source's keys, and the origin with the comments beside them."""
+        above: list[str] = []
+        beside: list[str] = []
+        reasons: list[str] = []
+        for row in setting.rows:
+            for path in [path for path in self._above if path[: len(row.path)] == row.path]:
+                above += self._above.pop(path)
+            for path in [path for path in self._beside if path[: len(row.path)] == row.path]:
+                beside.append(self._beside.pop(path))
+            reasons += [row.reason] if row.reason and row.reason not in setting.origins and id(row) not in self._explained else []
+            self._explained.add(id(row))
+        origins = ", ".join(dict.fromkeys(setting.origins))
+        is_key = bool(setting.rows) and setting.origins[0] in {row.key for row in setting.rows}
+        words = [f"from {origins}" if is_key else origins, *dict.fromkeys(reasons), *beside]
+        return above, mask_text(printable("; ".join(each for each in words if each)))
+
+    def left(self, name: str) -> list[str]:
+        """Return the comments of the source that belong to keys without a value here, and those at its end, with what they are about."""
+        return [
+            f"{f'`{dotted(path)}` of {name}' if path != (END,) else f'at the end of {name}'}: {line}"
+            for path, words in self._above.items()
+            for line in words
+        ]
+
+
+def _key(name: str) -> str:
+    return scalar(name)
+
+
+def scalar(value: Any) -> str:
+    """Return a value on one line of YAML, which reads back as the same value by the rules of a recipe."""
+    if isinstance(value, str):
+        text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+        try:
+            is_same = text.startswith(('"', "'")) or (parse_plain(text) == (value, None))
+        except ScalarError:
+            is_same = False
+        return text if is_same and text.isprintable() else yaml.safe_dump(value, default_style='"', width=10**6).strip()
+    if isinstance(value, list):
+        return f"[{', '.join(_inner(item) for item in cast('list[Any]', value))}]"
+    text = yaml.safe_dump(value, width=10**6, default_flow_style=True, sort_keys=False).strip()
+    return text.removesuffix("...").strip()
+
+
+def _inner(value: Any) -> str:
+    """Return an entry of a list in brackets, where a comma or a bracket needs quotes."""
+    text = scalar(value)
+    is_plain = isinstance(value, str) and not text.startswith(('"', "'"))
+    return json.dumps(value, ensure_ascii=False) if is_plain and any(character in text for character in ",[]{}") else text
+
+
+RULES: dict[str, Rules] = {
+    AXOLOTL: axolotl.RULES,
+    TRL: flat_options.TRL_RULES,
+    EXAMPLES: flat_options.EXAMPLE_RULES,
+    LLAMA_FACTORY: llama_factory.RULES,
+    SWIFT: flat_options.SWIFT_RULES,
+    TORCHTUNE: torchtune.RULES,
+    ACCELERATE: accelerate_config.ACCELERATE_RULES,
+    DEEPSPEED: accelerate_config.DEEPSPEED_RULES,
+    UNSLOTH: unsloth.RULES,
+    AUTOMODEL: automodel.RULES,
+    SOUP: soup.RULES,
+    FMS: accelerate_config.FMS_RULES,
+}
+_MOST_CORRECTIONS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedRecipe:
+    tool: str
+    path: FilePath
+    """The file that was imported."""
+    text: str
+    """The recipe, with the origin of each value as a comment."""
+    recipe: Recipe
+    """What the text loads as."""
+    rows: tuple[AccountRow, ...]
+    """One for each key of the file, in its order."""
+    decisions: tuple[tuple[str, str], ...]
+    """What else has to be decided: (key of the recipe, words)."""
+
+    @property
+    def names_inputs(self) -> bool:
+        """Whether the file, or an override, names model and rows."""
+        places = [source.path for source in self.recipe.data.train]
+        return self.recipe.model.name_or_path != completion.MODEL_PLACEHOLDER and completion.DATA_PLACEHOLDER not in places
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of keys by what became of them."""
+        found = Counter(row.fate for row in self.rows)
+        return {fate.value: found[fate] for fate in Fate}
+
+
+def import_file(
+    path: FilePath,
+    *,
+    tool: str | None = None,
+    num_gpus: int | None = None,
+    templates: Collection[str] = (),
+    ignored: Collection[str] = (),
+    overrides: Sequence[str] = (),
+) -> ImportedRecipe:
+    """Turn a configuration of another tool into a recipe. `tool` is recognised if it is not given; `num_gpus` is the number of ranks that
+    it was made for, if the file does not say it; `templates` are the names of bundled chat templates; `ignored` are keys that the tool
+    does not read, and that are dropped; `overrides` are `KEY=VALUE` of the recipe, as for `--set`, which come before what the file has.
+
+    The text loads as a recipe: a value that the reader of recipes refuses has become a question. Raises: FsdpTuneError for a file that is
+    not readable, of no known tool, or for another kind of training, and for an override that a recipe refuses.
+    """
+    found = read_foreign(path, tool)
+    if found.tool == TORCHTUNE:
+        found.values = torchtune.resolve_references(found.values)
+    if found.tool != UNSLOTH:
+        found.computed = take_unexpanded(found.values)
+    _refuse_other_training(found)
+    said = read_overrides(overrides)
+    if num_gpus is not None and (both := said.get(completion.RANKS) or said.get(completion.RANKS[:1])) is not None:
+        where, hint = both.where, "give one of them"
+        raise usage_error("duplicate-key", f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too", hint=hint, where=where)
+    ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
+    rules = _rules(found, ignored)
+    settle_computed(ledger, found.computed, rules)
+    _include(ledger, found)
+    settle_all(ledger, (), rules)
+    ask_each(ledger, ())
+    complete(ledger, num_gpus, rules)
+    for words in found.unread:
+        ledger.decide((), words)
+    text, recipe = _accepted(ledger, found, overrides, said)
+    ledger.close()
+    decisions = tuple((dotted(target), words) for target, words in ledger.decisions)
+    return ImportedRecipe(found.tool, path, text, recipe, tuple(ledger.rows), decisions)
+
+
+def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
+    """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
+    rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
+    return rules | dict.fromkeys(ignored, leave("the tool does not read it"))
+
+
+def options_of(path: FilePath) -> dict[str, Any]:
+    """Return the options of a configuration, with those of the file that it names, without the launcher's. Raises: FsdpTuneError."""
+    aside = (LAUNCHER, ENVIRONMENT, "config")
+    return {name: value for name, value in read_foreign(path).values.items() if name not in aside}
+
+
+_METHODS = (
+    (LLAMA_FACTORY, "stage", llama_factory.STAGES, llama_factory.UNSUPPORTED),
+    (SOUP, "task", soup.TASKS, soup.UNSUPPORTED),
+    (AUTOMODEL, "recipe", automodel.RECIPES, automodel.UNSUPPORTED),
+    (FMS, "peft_method", accelerate_config.FMS_METHODS, accelerate_config.FMS_UNSUPPORTED),
+)
+"""Tool, the key that names the method of a training, its values that are imported, and what the others are."""
+
+
+def _refuse_other_training(found: ForeignFile) -> None:
+    """Raises: usage error for preference tuning and the like: a recipe of it would train something else."""
+    values = found.values
+    kinds = {
+        AXOLOTL: axolotl.UNSUPPORTED,
+        SWIFT: flat_options.SWIFT_UNSUPPORTED,
+        TORCHTUNE: torchtune.UNSUPPORTED,
+        TRL: flat_options.TRL_UNSUPPORTED,
+        AUTOMODEL: automodel.OTHER_MODELS,
+    }.get(found.tool, {})
+    wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
+    wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
+    for name, kind in [each for each in wrong if (each[0],) not in found.computed][:1]:
+        where = Where(str(found.path), found.lines.get((name,)), key=name)
+        given = f": {values[name]}" if isinstance(values[name], str) else ""
+        message = f"`{name}{given}` of {found.tool}: this release has no {kind}"
+        raise usage_error("no-counterpart", message, hint="only supervised fine-tuning and pre-training can be imported", where=where)
+
+
+# ---- Files that the file names
+
+
+def _include(ledger: Ledger, found: ForeignFile) -> None:
+    """Put the keys of the files that are named, and that are here, into the account."""
+    named: list[Path] = [(LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
+    named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (accelerate_config.FMS_DATA_CONFIG,)]
+    for key in named:
+        named_file = named_values(found, ledger.value(*key))
+        if named_file is not None:
+            ledger.include(key, named_file[1])
+    if found.tool == LLAMA_FACTORY:
+        llama_factory.include_info(ledger, found.path.parent)
+
+
+def _file(rules: Rules, otherwise: Rule) -> Rule:
+    """Return a rule for the name of a file, in whose place its keys are if it was found."""
+
+    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+        if isinstance(value, dict):
+            settle_all(ledger, path, rules)
+        else:
+            otherwise(ledger, path, value)
+
+    return rule
+
+
+def _not_found(ledger: Ledger, path: Path, value: object) -> None:
+    ledger.ask(path, f"`{value}` was not found here: `fsdp-tune import {value}` reads it")
+
+
+def _named(file: FilePath | None) -> Rule:
+    """Return a rule for the name of the file of options, and for its keys that the command gives too."""
+
+    def rule(ledger: Ledger, path: Path, value: Any) -> None:
+        if isinstance(value, dict):
+            settle_all(ledger, path, dict.fromkeys(cast("dict[str, Any]", value), leave("the command gives it too, and comes first")))
+        elif file is not None:
+            ledger.drop(path, "its keys are read")
+        else:
+            _not_found(ledger, path, value)
+
+    return rule
+
+
+def _deepspeed(ledger: Ledger, path: Path, value: Any) -> None:
+    own = RULES[ledger.tool].get("deepspeed")
+    if isinstance(value, dict):
+        settle_all(ledger, path, accelerate_config.DEEPSPEED_RULES)
+    elif own is not None:
+        own(ledger, path, value)
+    else:
+        settle_by_name(ledger, path, value)
+
+
+def _variable(ledger: Ledger, path: Path, value: object) -> None:
+    """A variable of the environment that ranks get too."""
+    ledger.write(path, {("launch", "env", str(path[-1])): str(value)}, Fate.KEPT)
+
+
+_VARIABLES: Rules = {
+    **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), leave("set it where `fsdp-tune train` starts")),
+    "NPROC_PER_NODE": same("launch.num_processes"),
+    "NNODES": same("launch.num_machines"),
+    "NODE_RANK": leave("each machine runs the same command"),
+    "MASTER_ADDR": same("launch.main_process_ip"),
+    "MASTER_PORT": same("launch.main_process_port"),
+    "FORCE_TORCHRUN": leave("`fsdp-tune train` starts the ranks"),
+    "ACCELERATE_LOG_LEVEL": leave("each rank writes its own log file"),
+    "OMP_NUM_THREADS": same("launch.num_cpu_threads_per_process"),
+    "TOKENIZERS_PARALLELISM": leave("rows are tokenised by processes of `data.num_proc`"),
+}
+
+
+def _environment(ledger: Ledger, path: Path, value: Any) -> None:
+    """Set each variable without a rule for the ranks: a variable has no other meaning by its name."""
+    if not isinstance(value, dict):
+        ledger.ask(path, "it is not a mapping of variables")
+        return
+    settle_all(ledger, path, {name: _VARIABLES.get(name, _variable) for name in cast("dict[str, Any]", value)})
+
+
+_LAUNCHER: Rules = {
+    **accelerate_config.LAUNCHER_RULES,
+    "config_file": _file(accelerate_config.ACCELERATE_RULES, _not_found),
+    "deepspeed_config_file": _file(accelerate_config.DEEPSPEED_RULES, _not_found),
+}
+_NESTED: Rules = {"deepspeed": _deepspeed}
+
+
+# ---- The text
+
+
+def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[Path, Override]) -> tuple[str, Recipe]:
+    """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message.
+
+    Raises: FsdpTuneError for a refused value of `--set`.
+    """
+    for _ in range(_MOST_CORRECTIONS):
+        text = recipe_text(ledger, found)
+        try:
+            path = found.path.with_suffix(".yaml")
+            recipe = parse_recipe(text, path, overrides).recipe
+            assert not overrides or recipe == parse_recipe(text, path).recipe, "the text has the values of `--set`"
+            return text, recipe
+        except FsdpTuneError as error:
+            problems = [replace(each, message=without_places(each.message)) for each in error.problems]
+            if said := [problem for each in problems if (problem := _at_override(read, each)) is not None]:
+                raise FsdpTuneError(*said) from error
+            withdrawn = [target for problem in problems if (target := _setting_of(ledger, problem)) is not None]
+            if not withdrawn:
+                places = [replace(each, where=Where(str(found.path), key=each.where.key)) for each in problems]
+                raise FsdpTuneError(*places) from error
+            name_model_and_data(ledger)
+    raise AssertionError("a recipe without settings loads")
+
+
+def _at_override(overrides: Mapping[Path, Override], problem: Problem) -> Problem | None:
+    """Return a problem that is about an override, at its place; None for another one."""
+    if str(problem.where.source).startswith("--set"):
+        return problem
+    key = problem.where.key or ""
+    about = next((each.where for target, each in overrides.items() if f"{dotted(target)}.".startswith(f"{key}.")), None)
+    return None if about is None or not key else replace(problem, where=Where(about.source, key=key))
+
+
+def _setting_of(ledger: Ledger, problem: Problem) -> Path | None:
+    """Take back the setting that a problem is about, and return it; None if the recipe has none there any more.
+
+    A setting that nothing would read is left out; other ones become questions.
+    """
+    key = problem.where.key or ""
+    names = {dotted(target): target for target in ledger.settings}
+    target = names.get(key) or next((path for name, path in names.items() if name.startswith((f"{key}.", f"{key}["))), None)
+    target = target or next((path for name, path in names.items() if key.startswith((f"{name}.", f"{name}["))), None)
+    if target is None or not key or ledger.is_answered(target):
+        return None
+    if problem.code == UNREAD:
+        ledger.discard(target, f"no effect: {problem.message}")
+    else:
+        ledger.withdraw(target, problem.message + (f"; {problem.hint}" if problem.hint else ""))
+    return target

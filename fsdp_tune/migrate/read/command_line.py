@@ -1,0 +1,362 @@
+"""Read the command that starts a trainer: the options of the program, those of its launcher, and the variables before both."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.units import ScalarError, parse_plain
+from fsdp_tune.migrate.read.shell_script import ShellScript, Statement, Unexpanded
+from fsdp_tune.migrate.tool_keys import is_default_of
+from fsdp_tune.recipe.read.tools import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
+
+LAUNCHER, ENVIRONMENT = "launcher", "environment"
+"""Keys under which the options of the launcher and the variables are in the account."""
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
+_SETS = re.compile(r"\w+\.[\w.]+=")
+"""A key of Hydra, `trainer.total_epochs=3`."""
+_SHELL = frozenset({"export", "set", "cd", "echo", "module", "source", "pip", "conda", "mkdir", "if", "fi", "then", "for", "done"})
+_TRAINING = ("sft", "pt", "train")
+COMMAND = "command"
+"""Key under which the account has ms-swift's word for the method, where it is not `sft`."""
+_OTHER_TRAINING = (
+    "dpo",
+    "kto",
+    "grpo",
+    "ppo",
+    "rloo",
+    "reward",
+    "rlhf",
+    "orpo",
+    "online_dpo",
+    "gkd",
+    "run_mlm",
+    "run_plm",
+    "megatron",
+    "knowledge_distillation",
+)
+_LAUNCHERS = frozenset({"accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun", "mpirun", "nohup"})
+_PROGRAMS = {
+    "trl": TRL,
+    "axolotl": AXOLOTL,
+    "axolotl.cli.train": AXOLOTL,
+    "megatron": SWIFT,
+    "swift": SWIFT,
+    "llamafactory-cli": LLAMA_FACTORY,
+    "sft.py": TRL,
+    "run_clm.py": EXAMPLES,
+    "run_clm_no_trainer.py": EXAMPLES,
+    "sft_trainer.py": FMS,
+    "tuning.sft_trainer": FMS,
+    "tune": TORCHTUNE,
+}
+_TORCHTUNE_RECIPE = re.compile(r"^[\w/]+_(?:single_device|distributed)(?:\.py)?$")
+"""The word after `tune run`, and after the options of torchrun between them."""
+_WRAPPERS = frozenset({"env", "nohup", "exec", "time", "command"})
+"""Programs that run the command after them, with the same variables."""
+_SWIFT_MODULE = "swift.cli."
+_SWITCHES = frozenset({"multi_gpu", "standalone", "use_fsdp", "use_deepspeed", "no_python", "module", "m", "no_local_rank", "cpu"})
+"""Options of launchers that take no value, before the name of a script."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCommand:
+    words: list[str]
+    """The variables that it inherits, as assignments, and its words. Those that are not known are `Unexpanded`."""
+    comments: list[str]
+    """Lines of comment in the file before the command."""
+    unread: list[str]
+    """Words that may be any options, one sentence each."""
+    written_file: Callable[[str], str | None] = lambda _: None
+    """Returns the text of a file that the script writes before the command; None if it does not."""
+
+
+def command_in(text: str) -> ForeignCommand | None:
+    """Return the command of a shell script that starts a trainer, its variables first; None if there is none.
+
+    Raises: usage error for several.
+    """
+    script = ShellScript(text)
+    found = [(statement, _without_marks(script.words(statement))) for statement in script.statements if not statement.is_assignment]
+    found = [
+        (statement, words)
+        for statement, words in found
+        if words and _is_program(words) and any(_may_train(word) for word in (*words, *_command_of_shell(words)[1].split()))
+    ]
+    chosen = [each for each in found if _is_training(each[1])] or found
+    if len(chosen) > 1:
+        names = " and ".join(f"`{' '.join(_without_variables(words)[:2])} …`" for _, words in chosen[:2])
+        message = f"the file starts {len(chosen)} programs with options: {names}"
+        raise usage_error("unknown-foreign-file", message, hint="leave one of them in the file")
+    if not chosen:
+        return None
+    statement, words = chosen[0]
+    _check_end(script, statement, words)
+    before, inner = _command_of_shell(words)
+    if inner:
+        return _inside(before, inner, script, statement)
+    words, unread = _without_loose_words(words)
+    _check_method(words)
+    inherited = {name: script.value(name, statement) for name in script.exported}
+    own = {match[1] for word in words if (match := _VARIABLE.fullmatch(word))}
+    variables = [_joined(f"{name}=", value) for name, value in inherited.items() if name not in own]
+    written = functools.partial(script.written_file, statement=statement)
+    return ForeignCommand([*variables, *words], _comments_before(script, statement), unread, written)
+
+
+def _without_marks(words: list[str]) -> list[str]:
+    """Return the words without the `@` with which a Makefile does not print a command."""
+    return [words[0][1:], *words[1:]] if words and words[0].startswith("@") and not isinstance(words[0], Unexpanded) else words
+
+
+def _check_end(script: ShellScript, statement: Statement, words: list[str]) -> None:
+    """Refuse a command whose options go on after its end, as after a comment between them, a space after `\\`, or `^` of Windows.
+
+    Raises: usage error.
+    """
+    after = script.statements[script.statements.index(statement) + 1 :][:1]
+    text = after[0].words[0].text if after else ""
+    if words[-1] in ("^", "`") or text.startswith("--"):
+        line, option = (after[0].line, f"`{text}`") if after else (statement.line, "another line")
+        message = f"line {line}: the command ends before {option}, which belongs to no command"
+        hint = "end each line of a command but the last with `\\`: without a space after it, and with no comment between the lines"
+        raise usage_error("unknown-foreign-file", message, hint=hint)
+
+
+def _may_train(word: str) -> bool:
+    return word.startswith("--") or word in _PROGRAMS or _SETS.match(word) is not None
+
+
+def _command_of_shell(words: list[str]) -> tuple[list[str], str]:
+    """Return the words before `bash -c TEXT`, and its text; "" if there is none."""
+    for at, (word, after) in enumerate(itertools.pairwise(words[:-1])):
+        if word.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", after):
+            return words[:at], str.__str__(words[at + 2])
+    return [], ""
+
+
+def _inside(before: list[str], text: str, script: ShellScript, statement: Statement) -> ForeignCommand | None:
+    """Return the command in the text of `bash -c`, with the launcher and the variables outside of it."""
+    found = command_in(text)
+    if found is None:
+        return None
+    exported = [_joined(f"{name}=", script.value(name, statement)) for name in script.exported]
+    own, rest = _variables_of(found.words)
+    outer, launcher = _variables_of(before)
+    names = {word.partition("=")[0] for word in own}
+    outer = [word for word in (*exported, *outer) if word.partition("=")[0] not in names]
+    written = functools.partial(script.written_file, statement=statement)
+    return ForeignCommand([*outer, *own, *launcher, *rest], [*_comments_before(script, statement), *found.comments], found.unread, written)
+
+
+def _variables_of(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the assignments before a program, those of `env` too, and the other words."""
+    variables: list[str] = []
+    rest = list(words)
+    while rest and (_VARIABLE.fullmatch(rest[0]) or rest[0] in _WRAPPERS):
+        word = rest.pop(0)
+        variables += [] if word in _WRAPPERS else [word]
+    if "env" in rest[: _program(rest)[0]]:
+        at = rest.index("env")
+        inner, after = _variables_of(rest[at:])
+        variables, rest = [*variables, *inner], [*rest[:at], *after]
+    return variables, rest
+
+
+def _joined(before: str, value: str) -> str:
+    """Return a word with text before it, `Unexpanded` if the word is."""
+    return Unexpanded(before + value, value.why) if isinstance(value, Unexpanded) else before + value
+
+
+def _without_loose_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Remove words that are not known and are the value of no option: each may be any options. Return a sentence for each, too."""
+    kept: list[str] = []
+    unread: list[str] = []
+    for word in words:
+        is_value = bool(kept) and kept[-1].startswith("-") and "=" not in kept[-1]
+        if not isinstance(word, Unexpanded) or not kept or is_value or _ASSIGNS.match(word) or word.startswith("-"):
+            kept.append(word)
+        else:
+            unread.append(f"`{word}` of the command may be options: {word.why}; write what they set")
+    return kept, unread
+
+
+def _comments_before(script: ShellScript, statement: Statement) -> list[str]:
+    lines = [(line, f"#{text}") for line, text in script.comments if line < statement.line]
+    return [text.lstrip("#").strip() for _, text in lines if not text.startswith(("#!", "#SBATCH")) and text.strip("# ")]
+
+
+def _check_method(words: list[str]) -> None:
+    """Refuse a command that trains by another method, since a recipe of its options would train something else. Raises: usage error."""
+    rest = _without_variables(words)
+    options = next((index for index, word in enumerate(rest) if word.startswith("--")), len(rest))
+    parts = [part for word in rest if "tune" in rest and _TORCHTUNE_RECIPE.search(word) for part in re.split(r"[_/]", word)]
+    scripts = [word.rpartition("/")[2].removesuffix(".py") for word in rest if word.endswith(".py")]
+    named = [*rest[:options], *scripts, *(f"{part}_distillation" if part == "knowledge" else part for part in parts)]
+    found = next(
+        (word for word in named if word in _OTHER_TRAINING or word.startswith(tuple(f"{name}_" for name in _OTHER_TRAINING))), None
+    )
+    if found is not None:
+        raise usage_error("no-counterpart", f"the command trains by `{found}`, which this release does not have", hint=_IMPORTED)
+    verb = _verb(rest)
+    if verb is not None and verb not in _TRAINING:
+        raise usage_error("no-counterpart", f"the command does not train, but runs `{verb}`", hint=_IMPORTED)
+
+
+_IMPORTED = "only supervised fine-tuning and pre-training of causal language models can be imported"
+
+
+def _verb(words: Sequence[str]) -> str | None:
+    """Return what a command of a tool does: the word after its name, or the last part of its script or module."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name = word.rpartition("/")[2]
+        if name in ("trl", "swift", "llamafactory-cli", "axolotl"):
+            return after if after and not after.startswith("-") and "." not in after else None
+        if word.startswith(_SWIFT_MODULE) or ("swift/cli/" in word and word.endswith(".py")):
+            return name.removeprefix(_SWIFT_MODULE).removesuffix(".py")
+    return None
+
+
+def _is_program(words: list[str]) -> bool:
+    first = next(iter(_without_variables(words)), "")
+    return first not in _SHELL and re.fullmatch(r"[\w./~${}-]*[\w}]", first) is not None
+
+
+def _without_variables(words: list[str]) -> list[str]:
+    return list(itertools.dropwhile(lambda word: _VARIABLE.fullmatch(word) is not None, words))
+
+
+def _is_training(words: list[str]) -> bool:
+    """Return whether a command is a known trainer's command that trains: `swift export` prepares data."""
+    _, tool = _program(_without_variables(words))
+    others = (*_TRAINING, *_OTHER_TRAINING)
+    if inner := _command_of_shell(words)[1]:
+        return any(_is_training(ShellScript(inner).words(each)) for each in ShellScript(inner).statements)
+    return tool is not None and (tool == TORCHTUNE or any(word in others or word.endswith(".py") for word in words))
+
+
+def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
+    """Return the options of the program, and the tool if the program's name identifies it.
+
+    Options of its launcher and variables are under keys of their own.
+    """
+    values: dict[str, Any] = {}
+    environment: dict[str, Any] = {}
+    variables, words = _variables_of(words)
+    for word in variables:
+        name, _, text = word.partition("=")
+        value = _part_of(word, text)
+        # The text is what a program gets; the number of ranks is read as a number here.
+        environment[name] = value if isinstance(value, Unexpanded) or str(value) == text else text
+    start, tool = _program(words)
+    if launcher := _options(words[1:start], is_launcher=True):
+        values[LAUNCHER] = launcher
+    if environment:
+        values[ENVIRONMENT] = environment
+    if tool == SWIFT and _verb(words) == "pt":
+        values[COMMAND] = "pt"
+    if tool == TORCHTUNE:
+        return values | _torchtune_options(words[start + 1 :]), tool
+    return values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool
+
+
+def _without_negations(options: dict[str, Any], tool: str | None) -> dict[str, Any]:
+    """Return the options with `--no_NAME` as `NAME: false`, which HfArgumentParser has for each key that is true by default."""
+    negations = {
+        name: name[3:]
+        for name, value in options.items()
+        if name.startswith("no_") and value is True and name[3:] not in options and is_default_of(tool or "", name[3:], True)
+    }
+    return {negations.get(name, name): value if name not in negations else False for name, value in options.items()}
+
+
+def _torchtune_options(words: list[str]) -> dict[str, Any]:
+    """Return the words after the recipe's name in `tune run`: `--config FILE`, and `key.inner=value` as in OmegaConf."""
+    values: dict[str, Any] = {}
+    for before, word in itertools.pairwise(["", *words]):
+        if before == "--config":
+            values["config"] = word
+        elif word.startswith("--config="):
+            values["config"] = word.partition("=")[2]
+        elif "=" in word and not word.startswith("-"):
+            name, _, text = word.partition("=")
+            values[name] = _part_of(word, text)
+        elif word.startswith("~"):
+            values[word[1:]] = None
+    return values
+
+
+def _program(words: list[str]) -> tuple[int, str | None]:
+    """Return the position of the last word before the options of the program, and the tool by its name."""
+    tool = None
+    position = 0
+    if (recipe := next((at for at, word in enumerate(words) if _TORCHTUNE_RECIPE.search(word)), None)) is not None and "tune" in words:
+        return recipe, TORCHTUNE
+    for index, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        is_module = index > 0 and words[index - 1] == "-m"
+        if name in _PROGRAMS or word.endswith(".py") or is_module:
+            # ms-swift has a `sft.py` too, in `swift/cli`.
+            tool, position = SWIFT if "swift" in word else _PROGRAMS.get(name), index
+            break
+    else:
+        if words and words[0] not in _LAUNCHERS:
+            return 0, None
+    after = words[position + 1 : position + 2]
+    return position + (1 if after and after[0] in _TRAINING else 0), tool
+
+
+def _options(words: list[str], *, is_launcher: bool) -> dict[str, Any]:
+    """Return the options: `--name value`, `--name=value`, `--name a b`, and `--name` alone, which is true.
+
+    Words before the first option are left out, except a file of options, as `llamafactory-cli train FILE` takes it.
+    """
+    values: dict[str, Any] = {}
+    name: str | None = None
+    for word in words:
+        if word.startswith("-") and not _is_number(word):
+            raw, sign, value = word.lstrip("-").partition("=")
+            name = raw.replace("-", "_")
+            if name in values:
+                raise usage_error("duplicate-key", f"`--{raw}` is given twice", hint="keep one of them")
+            values[name] = _part_of(word, value) if sign else True
+            if sign or (is_launcher and name in _SWITCHES):
+                name = None
+        elif name is None:
+            if not is_launcher and word.endswith((".yaml", ".yml", ".json")):
+                values["config"] = word
+            elif not is_launcher and "=" in word:
+                raw, _, value = word.partition("=")
+                values[raw] = _part_of(word, value)
+        elif values[name] is True:
+            values[name] = _scalar(word)
+            name = None if is_launcher else name
+        else:
+            there = values[name]
+            values[name] = [*there, _scalar(word)] if isinstance(there, list) else [there, _scalar(word)]
+    return values
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"-[0-9.]+(e-?[0-9]+)?", word) is not None
+
+
+def _part_of(word: str, text: str) -> Any:
+    """Return the value in the part of a word after its `=`."""
+    return Unexpanded(text, word.why) if isinstance(word, Unexpanded) else _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    """Return a value as the shell's text is read by argparse: numbers, booleans, JSON, else text."""
+    if isinstance(text, Unexpanded):
+        return text
+    try:
+        return parse_plain(text)[0]
+    except ScalarError:
+        return text

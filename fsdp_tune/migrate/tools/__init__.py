@@ -1,0 +1,1 @@
+"""What the keys of each tool mean in a recipe, one module a tool."""

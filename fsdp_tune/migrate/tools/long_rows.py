@@ -1,0 +1,64 @@
+"""Write what a tool does with rows that are longer than its limit, by the format of the rows and by packing.
+
+A recipe cuts rows before it packs them: `split` keeps every token, as packing that joins texts and cuts the result does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_tune.migrate.general import TRAIN, is_on, settle_by_name
+from fsdp_tune.migrate.ledger import Fate, Ledger, Path
+from fsdp_tune.recipe.read.tools import AUTOMODEL, AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SOUP, SWIFT, TORCHTUNE, TRL, UNSLOTH
+
+_OVERLONG: Path = ("data", "overlong")
+_DROP, _CUT, _SPLIT = "drop", "truncate", "split"
+_OF_THE_TRAINER = {False: _CUT, "bfd": _CUT, "wrapped": _SPLIT}
+"""TRL's SFTTrainer: without packing, and by the strategy of packing."""
+LONG_ROWS: dict[str, dict[bool | str, str]] = {
+    **dict.fromkeys((TRL, UNSLOTH, SOUP, FMS), _OF_THE_TRAINER),
+    LLAMA_FACTORY: {False: _CUT, "bfd": _CUT, "wrapped": _SPLIT},  # `wrapped`: `stage: pt`
+    EXAMPLES: {False: _SPLIT, "bfd": _SPLIT, "wrapped": _SPLIT},  # run_clm.py joins all texts
+    SWIFT: {False: _DROP, "bfd": _DROP, "wrapped": _DROP},
+    TORCHTUNE: {False: _CUT, "bfd": _CUT, "wrapped": _CUT},  # the tokenizer cuts, before rows are packed
+    AXOLOTL: {False: _DROP, "bfd": _DROP, "wrapped": _DROP},
+}
+"""Tool → False without packing, or the strategy of packing: what becomes of a long row of any format. axolotl cuts texts itself."""
+
+
+def settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
+    """Add `data.overlong` to the defaults of a tool, unless its file has it."""
+    if ledger.is_answered(_OVERLONG) or ledger.settings.get(_OVERLONG) is not None:
+        return
+    is_asked = any(row.fate is Fate.QUESTION and _OVERLONG in row.targets for row in ledger.rows)
+    if ledger.tool == AUTOMODEL and ledger.value("dataset") is not None and not is_asked:
+        ledger.decide(_OVERLONG, "NeMo Automodel cuts rows only with `truncation`; here longer ones are cut: `truncate`, `drop` or `error`")
+    behaviour = LONG_ROWS.get(ledger.tool)
+    if behaviour is None:
+        return
+    is_packed = _value(ledger, defaults, "packing") is True
+    if ledger.tool == AXOLOTL and _is_stream_of_texts(ledger):
+        defaults["data.overlong"] = _CUT
+    else:
+        defaults["data.overlong"] = behaviour[str(_value(ledger, defaults, "packing_strategy") or "bfd") if is_packed else False]
+
+
+def _value(ledger: Ledger, defaults: dict[str, Any], name: str) -> Any:
+    found = ledger.get("data", name)
+    return defaults.get(f"data.{name}") if found is None else found
+
+
+def _is_stream_of_texts(ledger: Ledger) -> bool:
+    """Return whether the rows are those of axolotl's `pretraining_dataset`: the tokenizer cuts each text."""
+    return ledger.value("pretraining_dataset") is not None and any(target[:2] == TRAIN for target in ledger.settings)
+
+
+def packing_strategy(ledger: Ledger, path: Path, value: Any) -> None:
+    """Settle TRL's key. `ffd` is an older name of `bfd`; `bfd_split` packs the pieces of long rows too."""
+    if value == "ffd":
+        ledger.write(path, {"data.packing_strategy": "bfd"}, Fate.CONVERTED)
+    elif value == "bfd_split":
+        split = {"data.overlong": _SPLIT} if is_on(ledger.value(*path[:-1], "packing") or False) else {}
+        ledger.write(path, {"data.packing_strategy": "bfd", **split}, Fate.CONVERTED)
+    else:
+        settle_by_name(ledger, path, value)

@@ -1,0 +1,66 @@
+"""Keys that differ, and the smallest set of them that causes a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp_tune.compare.causes import (
+    Path,
+    by_likelihood,
+    causing,
+    different_key,
+    different_paths,
+    value_at,
+    with_values,
+)
+
+A: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "b"}], "packing": True}, "lora": None, "training": {"seed": 1}}
+B: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "c"}], "packing": True}, "lora": {"r": 8}, "training": {"seed": 1, "x": 2}}
+
+
+def test_paths_enter_lists_of_one_length_and_stop_at_a_missing_section() -> None:
+    assert list(different_paths(A, B)) == [("data", "train", 1, "path"), ("lora",), ("training", "x")]
+    assert list(different_paths({"a": [1]}, {"a": [1, 2]})) == [("a",)]
+    assert list(different_paths({"a": True}, {"a": 1})) == [("a",)]  # a recipe does not take one for the other
+
+
+def test_values_of_another_document_are_copied_and_missing_keys_removed() -> None:
+    made = with_values(B, A, [("data", "train", 1, "path"), ("lora",), ("training", "x")])
+    assert made == A
+    assert B["lora"] == {"r": 8}
+    assert value_at(A, ("data", "train", 5, "path")) is None
+
+
+def needing(*needed: Path) -> Any:
+    tried: list[Sequence[Path]] = []
+
+    def vanishes(chosen: Sequence[Path]) -> bool:
+        tried.append(chosen)
+        return set(needed) <= set(chosen)
+
+    return vanishes
+
+
+def test_one_key_is_found_alone_and_several_are_reduced_to_those_needed() -> None:
+    keys: list[Path] = [("a",), ("b",), ("c",), ("d",)]
+    assert causing(keys, needing(("c",))) == (("c",),)
+    assert causing(keys, needing(("a",), ("d",))) == (("a",), ("d",))
+    assert causing(keys, lambda _: False) == ()
+    assert causing([], lambda _: True) == ()
+
+
+def test_keys_that_affect_the_stage_are_tried_first_and_others_not_at_all() -> None:
+    paths: list[Path] = [("output_dir",), ("launch", "num_processes"), ("training", "weight_decay"), ("data", "packing")]
+    assert by_likelihood(paths, is_data_stage=True) == [("data", "packing"), ("training", "weight_decay"), ("launch", "num_processes")]
+    assert by_likelihood(paths, is_data_stage=False)[0] == ("training", "weight_decay")
+
+
+def test_key_says_what_it_affects_and_hides_secrets() -> None:
+    key = different_key(("training", "seed"), 1, 2)
+    assert key.changes_numbers
+    assert key.affects == ["the rows and their order", "losses and weights computed from the same rows"]
+    assert key.meaning.startswith("Seed of initial weights")
+    assert different_key(("launch", "env", "API_KEY"), "hunter2", "x").a != "hunter2"
+    assert "hf_" not in str(different_key(("data", "train"), [{"path": "https://u:hf_" + "a" * 30 + "@h/x"}], []).a)
+    assert not different_key(("output_dir",), "a", "b").changes_numbers

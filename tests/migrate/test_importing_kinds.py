@@ -1,0 +1,73 @@
+"""Values of another kind than a tool has at a place: each is a question or refused, and none ends the import."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.migrate.importing import import_file
+from tests.migrate.foreign_files import FILES
+
+KINDS: tuple[Any, ...] = (1, "x", None, [], {}, [1], {"a": 1}, [{"a": 1}], ["x", ["y"]], 1.5, True)
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, name)
+        yield from places(inner, (*path, name))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, file, _) in FILES.items() if file.endswith((".yaml", ".json"))])
+def test_value_of_another_kind_is_a_question_or_refused(tmp_path: Path, name: str) -> None:
+    """A few random places and kinds for each tool; 3,879 were tried once."""
+    tool, file, text = FILES[name]
+    values = yaml.safe_load(text)
+    chosen = random.Random(name).sample([(place, kind) for place in places(values) for kind in KINDS], 10)
+    for place, kind in [*chosen, *OTHER_KINDS.get(name, ())]:
+        changed = copy.deepcopy(values)
+        holder: Any = changed
+        for part in place[:-1]:
+            holder = holder[part]
+        holder[place[-1]] = kind
+        (tmp_path / file).write_text(json.dumps(changed) if file.endswith(".json") else yaml.safe_dump(changed))
+        with contextlib.suppress(FsdpTuneError):
+            import_file(tmp_path / file, tool=tool)
+
+
+OTHER_KINDS: dict[str, list[tuple[tuple[str | int, ...], Any]]] = {
+    "axolotl": [
+        *((("base_model",), ["x", ["y"]]), (("datasets", 0), {}), (("datasets", 1, "type"), 1), (("gradient_checkpointing",), {})),
+        *((("evals_per_epoch",), True), (("val_set_size",), [])),
+    ],
+    "trl": [(("lora_target_modules", 0), [{"a": 1}]), (("model_init_kwargs",), True)],
+    "accelerate": [(("mixed_precision",), [])],
+    "torchtune": [
+        *((("dataset",), 1), (("dataset",), [1]), (("epochs",), [{"a": 1}]), (("max_steps_per_epoch",), {})),
+        (("checkpointer", "output_dir"), True),
+    ],
+    "llama-factory": [(("lora_rank",), "x")],
+    "automodel": [
+        *((("distributed", "strategy"), {}), (("lr_scheduler", "lr_decay_style"), []), (("validation_dataset",), "x")),
+        (("optimizer", "betas"), [1]),
+    ],
+    "soup": [
+        *((("training",), "x"), (("training", "batch_size"), True), (("training", "lora", "target_modules"), {})),
+        *((("data", "format"), {}), (("data", "format"), None)),
+    ],
+    "ms-swift-yaml": [(("loss_scale",), [])],
+    "deepspeed": [
+        *((("zero_optimization",), [1]), (("zero_optimization", "offload_optimizer", "device"), {})),
+        *((("scheduler",), 1), (("scheduler", "params"), "x")),
+    ],
+    "fms": [(("use_flash_attn",), True)],
+}
+"""Those that ended with a traceback, and one for each question about a kind."""
