@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.evaluate import evaluate
     from fsdp_tune.jobs.generate import generate
     from fsdp_tune.jobs.import_recipe import import_recipe
+    from fsdp_tune.jobs.measure import measure
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.options import Allowed, CompareOptions, EvaluateOptions, GenerateOptions, TrainOptions
     from fsdp_tune.jobs.plan import plan
@@ -36,6 +37,7 @@ __all__ = [
     "generate",
     "import_recipe",
     "load_recipe",
+    "measure",
     "merge_checkpoint",
     "plan",
     "prepare",
@@ -60,6 +62,7 @@ _MODULES = {
     "generate": "jobs.generate",
     "import_recipe": "jobs.import_recipe",
     "load_recipe": "recipe.read.loader",
+    "measure": "jobs.measure",
     "merge_checkpoint": "jobs.results",
     "plan": "jobs.plan",
     "prepare": "jobs.validate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -266,6 +266,29 @@ def show_ranking(screen: Terminal, plan: Plan) -> None:
     if plan.smallest_hardware is not None:
         screen.message(f"nothing fits; the smallest that does: {plan.smallest_hardware.num_processes} × {plan.smallest_hardware.gpu}")
     _show_other_trainings(screen, plan)
+
+
+def show_measured(screen: Terminal, plan: Plan) -> None:
+    rows = [
+        (
+            describe_changes(each.recipe_changes) or "→",
+            each.outcome,
+            _pair(each.step_seconds, each.predicted_step_seconds, format_figure),
+            "" if each.tokens_per_second_per_device is None else f"{each.tokens_per_second_per_device:,.0f}",
+            _pair(each.peak_reserved_gib, each.predicted_peak_reserved_gib, "{:.1f}".format),
+        )
+        for each in plan.measured
+    ]
+    head = ["changes to your recipe", "", "s/step (planned)", "tokens/s/device", "GiB reserved (planned)"]
+    screen.table("measured on this machine", head, rows)
+    for each in plan.measured:
+        if each.problem is not None:
+            screen.message(f"{describe_changes(each.recipe_changes) or 'your recipe'}: {each.outcome}: {each.problem}")
+
+
+def _pair(measured: float | None, predicted: float | None, form: Callable[[float], str]) -> str:
+    """Return `0.61 (0.58)`; what is unknown is left out."""
+    return f"{'' if measured is None else form(measured)}{'' if predicted is None else f' ({form(predicted)})'}".strip()
 
 
 def _show_other_trainings(screen: Terminal, plan: Plan) -> None:

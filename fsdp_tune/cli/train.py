@@ -14,12 +14,13 @@ import fsdp_tune
 from fsdp_tune.cli.verbs import NamedRecipe, RecipeArgument, Screen, given, verb
 from fsdp_tune.core.command import Option
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, FsdpTuneError, failed_error, usage_error
-from fsdp_tune.core.units import format_seconds
-from fsdp_tune.jobs.options import PlanOptions, RehearseOptions, TrainOptions, ValidateOptions
+from fsdp_tune.core.units import enumerated, format_seconds
+from fsdp_tune.jobs.options import MeasureOptions, PlanOptions, RehearseOptions, TrainOptions, ValidateOptions
 
 if TYPE_CHECKING:
     from fsdp_tune.jobs.sweep import SweepAnswer
     from fsdp_tune.jobs.validate import Validation
+    from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.recipe.read.loader import LoadedRecipe
 
 
@@ -93,16 +94,19 @@ def plan(
     screen: Screen,
     recipe: NamedRecipe,
     options: PlanOptions,
+    measuring: MeasureOptions,
     html: Annotated[Path | None, Option("Write a page: the memory of a step over time, the ranked recipes.", metavar="FILE")] = None,
 ) -> None:
-    """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit. Starts nothing.
+    """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit.
 
+    Starts nothing, unless `--measure` trains the best recipes of the ranking for a few steps on this machine.
     Exit code 0 whatever the answer; `fits` is yes, tight or no.
 
     \b
     Examples:
         fsdp-tune plan --config llama7b_full_shard --gpu A100-40GB --num-gpus 4
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
+        fsdp-tune plan my.yaml --measure 3 --write best.yaml
     """
     from fsdp_tune.cli.plan_view import html_page, show_errors
     from fsdp_tune.core.atomic import check_output_file, write_file
@@ -110,12 +114,43 @@ def plan(
 
     if html is not None:
         check_output_file(html, replaces=True)
-    made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)
+    if measuring.measure is not None:
+        made = _measured(screen, recipe, options, measuring, measuring.measure)
+    elif measuring.minutes is not None:
+        raise usage_error("usage", "`--minutes` limits `--measure`", hint="--measure 3")
+    else:
+        made = fsdp_tune.plan(recipe.load(unneeded=INPUTS), **given(options), observer=screen)
     show_errors(screen, made)
     if html is not None:
         write_file(html, html_page(made))
         screen.message(f"the page is {html}")
     screen.document(made.as_dict())
+
+
+def _measured(screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuring: MeasureOptions, count: int) -> Plan:
+    """Raises: usage error for options about another machine than this one."""
+    elsewhere = {
+        "--gpu": options.gpu,
+        "--num-gpus": options.num_gpus,
+        "--calibrate": options.calibrate,
+        "--dollars-per-hour": options.dollars_per_hour,
+        "--no-search": None if options.search else True,
+    }
+    if given_too := [flag for flag, value in elsewhere.items() if value is not None]:
+        raise usage_error(
+            "usage", f"`--measure` ranks and trains on this machine: leave out {enumerated([f'`{flag}`' for flag in given_too], 'and')}"
+        )
+    return fsdp_tune.measure(
+        recipe.load(allowed=options.allowed),
+        count=count,
+        steps=measuring.measure_steps,
+        minutes=measuring.minutes,
+        target=options.target,
+        exact=options.exact,
+        write=options.write,
+        allowed=options.allowed,
+        observer=screen,
+    )
 
 
 @verb

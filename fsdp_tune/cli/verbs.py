@@ -244,7 +244,13 @@ class Screen(Terminal, Observer):
     def planned(self, plan: Plan, stage: PlanStage) -> None:
         from fsdp_tune.cli import plan_view
 
-        {"recipe": plan_view.show_plan, "ranking": plan_view.show_ranking, "scaling": plan_view.show_scaling}[stage](self, plan)
+        shows = {
+            "recipe": plan_view.show_plan,
+            "ranking": plan_view.show_ranking,
+            "scaling": plan_view.show_scaling,
+            "measured": plan_view.show_measured,
+        }
+        shows[stage](self, plan)
 
     def inputs_checked(self, inputs: TrainingInputs) -> None:
         from fsdp_tune.cli.train_view import show_inputs

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fsdp_tune.run.base_model import BaseModel
     from fsdp_tune.run.directory import Checkpoint, RunDir
 
-PlanStage = Literal["recipe", "ranking", "scaling"]
+PlanStage = Literal["recipe", "ranking", "scaling", "measured"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,8 @@ class TrainOptions:
     """The command line without `fsdp-tune`, for messages that say how to continue."""
     is_elsewhere: bool = False
     """Whether the run starts on another machine, so that what is missing here is a notice: of a preview alone."""
+    saves: bool = True
+    """False: no checkpoint is written."""
 
 
 Nodes = Annotated[
@@ -183,6 +185,17 @@ class PlanOptions:
         float | None, Option("Price of one GPU, for the cost of the run; overrides that of a GPU file.", metavar="PRICE")
     ] = None
     allowed: AllowedCode = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    """What `plan` measures on this machine."""
+
+    measure: Annotated[
+        int | None, Option("Train the N best recipes for a few steps here, and rank what was measured.", metavar="N", minimum=1)
+    ] = None
+    measure_steps: Annotated[int, Option("Steps that count, after two that do not.", metavar="N", minimum=1)] = 5
+    minutes: Annotated[float | None, Option("Begin no measurement that would end later.", metavar="MINUTES")] = None
 
 
 @dataclass(frozen=True, slots=True)

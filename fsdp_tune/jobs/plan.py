@@ -276,7 +276,7 @@ def plan(
             raise usage_error("usage", f"`--dollars-per-hour {dollars_per_hour}` is not a price", hint="--dollars-per-hour 2.5")
         if write is not None:
             check_output_file(write)
-        planned = _planned(recipe, gpu, num_gpus, allowed, observer)
+        planned = planned_here(recipe, gpu, num_gpus, allowed, observer)
         if dollars_per_hour is not None:
             planned = replace(planned, hardware=replace(planned.hardware, dollars_per_hour=dollars_per_hour))
         if planned.hardware.name == CPU:
@@ -294,7 +294,7 @@ def plan(
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class PlannedHere:
     """The recipe for the GPUs that are planned, and the keys that the user wrote, by section."""
 
     recipe: Recipe
@@ -304,7 +304,7 @@ class _Planned:
     """Key → the value that `--num-gpus` forces, with the reason."""
 
 
-def _planned(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowed: Allowed, observer: Observer) -> _Planned:
+def planned_here(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowed: Allowed, observer: Observer) -> PlannedHere:
     plain = loaded.recipe
     on_cpu = gpu is None and plain.launch.device == "cpu"
     hardware = None if on_cpu else find_hardware(gpu) if gpu is not None else _own_gpu()
@@ -324,7 +324,7 @@ def _planned(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowe
         if budget is None:
             raise usage_error("no-gpu-named", "the memory of this machine is not known", hint="name a GPU by `--gpu`")
         hardware = cpu_rank(budget.usable_bytes)
-    return _Planned(resolution.recipe, hardware, written.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True), forced)
+    return PlannedHere(resolution.recipe, hardware, written.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True), forced)
 
 
 def _with_options(loaded: LoadedRecipe, options: list[OptionOverride]) -> LoadedRecipe:
@@ -352,7 +352,7 @@ def _own_gpu() -> Hardware:
     raise usage_error("no-gpu-named", problem, hint=f"name one by `--gpu`: {', '.join(known_hardware())}, or a YAML file")
 
 
-def _ranked(plans: PlanSession, planned: _Planned, made: Plan, target: Target, write: Path | None, observer: Observer) -> Plan:
+def _ranked(plans: PlanSession, planned: PlannedHere, made: Plan, target: Target, write: Path | None, observer: Observer) -> Plan:
     """Add the ranked recipes and the scaling table to a plan, and write the best recipe."""
     with observer.progress("trying recipes", None, "recipes") as bar:
         found = plans.search(target, lambda _changes: bar.advance())
@@ -367,7 +367,8 @@ def _ranked(plans: PlanSession, planned: _Planned, made: Plan, target: Target, w
     if write is not None:
         if best is None:
             raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write")
-        write_file(write, best_recipe_text(plans, write, planned.written, made, best))
+        why = [f"# {made.recipe} for {made.num_processes} × {made.gpu}, as `fsdp-tune plan` ranks it.", f"# Why: {made.best_because}."]
+        write_file(write, recipe_text(plans, write, planned.written, found.ranked[0], why))
         observer.message(f"the best recipe is {write}")
     return made
 
@@ -376,20 +377,25 @@ _BATCH = ("training.global_batch_size", "training.per_device_train_batch_tokens"
 """Keys that the search resets and that `_settle_batch` keeps."""
 
 
-def best_recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], made: Plan, best: Recipe) -> str:
-    """Return the text of the file `path`, with comments that give the reason.
+def recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], best: PlannedRecipe, why: Sequence[str]) -> str:
+    """Return the text of the file `path`. It begins with the comments `why`.
 
     `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if the text is not a recipe
     that loads as `best` and fits.
     """
-    changes = made.alternatives[0].recipe_changes
-    document = _document(written, plans.recipe, best, changes)
-    body = _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
-    again = _load(body, path, best, plans.hardware)
+    body = recipe_body(plans.recipe, written, best)
+    again = _load(body, path, best.recipe, plans.hardware)
     planned = plans.plan_other(again)
     if planned.fits == "no":
         raise failed_error("written-recipe-differs", f"the recipe for {path} does not fit when it is planned again: {planned.fits_because}")
-    return "\n".join([*_head(made, planned), "", body])
+    return "\n".join([*why, _predicted(planned), "", body])
+
+
+def recipe_body(base: Recipe, written: dict[str, Any], best: PlannedRecipe) -> str:
+    """Return a ranked recipe as its user would write it, with the changed keys marked. `base` is the resolved recipe of the user."""
+    changes = best.plan.recipe_changes
+    document = _document(written, base, best.recipe, changes)
+    return _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
 
 
 def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -434,12 +440,11 @@ def _load(text: str, path: Path, best: Recipe, hardware: Hardware) -> Recipe:
     return again
 
 
-def _head(made: Plan, planned: Plan) -> list[str]:
-    head = [f"# {made.recipe} for {planned.num_processes} × {made.gpu}, as `fsdp-tune plan` ranks it.", f"# Why: {made.best_because}."]
+def _predicted(planned: Plan) -> str:
     predicted = f"# Predicted: {planned.device_gib:.1f} of {planned.usable_gib:.1f} GiB on each GPU (fits: {planned.fits})"
     if planned.step_seconds is not None and planned.tokens_per_second_per_device is not None:
         predicted += f", {planned.step_seconds:.3g} s a step, {planned.tokens_per_second_per_device:,.0f} tokens a second and GPU"
-    return [*head, f"{predicted}."]
+    return f"{predicted}."
 
 
 def _marked(text: str, changes: Mapping[str, Any]) -> str:

@@ -385,6 +385,7 @@ class _Job:
             save_model=lambda directory: self._save_model(directory, inputs),
             profile=self.options.profile,
             command=self.options.command,
+            saves=self.options.saves,
         )
         write_run(self.plan.run, files)
         keep_prediction(self.plan.run, inputs.plan)

@@ -102,6 +102,8 @@ class ResumeRequest(Document):
     """Keys of the recipe whose files are gone (`recipe.references`). The launcher decides, since all ranks must load in one way."""
     ends_at: int | None = None
     """The step of `resume_from`, if the run has ended there, and ranks only bring its weights to the first machine."""
+    saves: bool = True
+    """False: no checkpoint is written. What `plan --measure` trains is removed when its steps are measured."""
 
 
 def disk_refusal(run: RunDir) -> str | None:

@@ -41,8 +41,11 @@ RECENT_STEPS = 50
 class RunCallback(AttachedCallback):
     """`say` prints a plain line on rank 0."""
 
-    def __init__(self, run: RunDir, stop_request: StopRequest, say: Callable[[str], None], witness: Witness, *, is_first: bool) -> None:
+    def __init__(
+        self, run: RunDir, stop_request: StopRequest, say: Callable[[str], None], witness: Witness, *, is_first: bool, saves: bool
+    ) -> None:
         self._run, self._stop_request, self._say, self._witness, self._is_first = run, stop_request, say, witness, is_first
+        self._saves = saves
         self._vote = StopVote()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._evaluation_seconds = 0.0
@@ -113,6 +116,7 @@ class RunCallback(AttachedCallback):
         if last:
             control.should_save = control.should_log = True
             control.should_evaluate = bool(trainer.parts.evals) and args.eval_strategy != "no"
+        control.should_save = control.should_save and self._saves
         self._step_began = time.monotonic()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:

@@ -99,7 +99,7 @@ def build_trainer(
         user_metrics={name: find_extension("metrics", name).load() for name in recipe.extensions.metrics},
     )
     witness = Witness(recipe.training.witness, say)
-    callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
+    callback = RunCallback(run, stop, say, witness, is_first=rank.is_first, saves=request.saves)
     observers = _observers(parts, witness, callback, device, rank, start, say)
     trainer = FsdpTrainer(parts, arguments, _early_stopping(recipe), observers)
     _set_up_trackers(trainer, run, recipe, say)
@@ -285,12 +285,15 @@ def is_at_end(trainer: FsdpTrainer, resume: Checkpoint, say: Callable[[str], Non
 
 
 def close(trainer: FsdpTrainer, *, is_finished: bool) -> None:
-    """Makes sure that the last step has a complete checkpoint; FailedError when it cannot be written.
+    """Makes sure that the last step of a run that saves has a complete checkpoint; FailedError when it cannot be written.
 
     `is_finished`: whether the run ends here, and is merged next. With early stopping that is before its last step.
     """
     checkpointer = trainer.checkpointer
     checkpointer.wait()
+    request = ResumeRequest.read(trainer.parts.run.resume_json)
+    if request is not None and not request.saves:
+        return
     if checkpointer.last_step != trainer.state.global_step:
         from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 

@@ -50,6 +50,7 @@ class RunFiles:
     """Arguments of `fsdp-tune` as they were typed."""
     first_machine: Mapping[str, str] | None = None
     """`host` and `directory` of the first machine, on another one with a run directory of its own."""
+    saves: bool = True
 
 
 def write_run(run: RunDir, files: RunFiles) -> None:
@@ -131,7 +132,8 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     checkpoint = files.start.checkpoint
     resume_from = str(checkpoint.path) if checkpoint else None
     start = files.start
-    ResumeRequest(resume_from, start.digests_checked, list(start.from_run), start.step if start.ends_here else None).write(run.resume_json)
+    ends_at = start.step if start.ends_here else None
+    ResumeRequest(resume_from, start.digests_checked, list(start.from_run), ends_at, files.saves).write(run.resume_json)
     _write_recipe(run, files.recipe)
 
 

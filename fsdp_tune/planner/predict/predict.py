@@ -107,6 +107,30 @@ class SmallestHardware(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredPlan(JsonAnswer):
+    """A recipe that was trained for a few steps on this machine, beside its prediction. Unknown values are None."""
+
+    recipe_changes: dict[str, Any]
+    """Changed keys with their values, relative to the requested recipe; empty for that recipe."""
+    batch: str
+    outcome: str
+    """`measured`, `out of memory`, `failed` or `not started`."""
+    problem: str | None
+    tokens_per_step: int
+    predicted_step_seconds: float | None
+    predicted_peak_reserved_gib: float
+    step_seconds: float | None = None
+    """Median of the counted steps."""
+    tokens_per_second_per_device: float | None = None
+    peak_reserved_gib: float | None = None
+    """Of rank 0."""
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        return None if self.step_seconds is None else self.step_seconds / self.tokens_per_step
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All predictions of a recipe. `as_dict` is plan.json and `plan --json`. Unknown values are None; sizes are GiB per device."""
 
@@ -152,6 +176,8 @@ class Plan:
     smallest_hardware: SmallestHardware | None = None
     other_trainings: tuple[Plan, ...] = ()
     """LoRA and QLoRA, if the recipe does not fit or fits only with offloading. They train another model: nothing applies them."""
+    measured: tuple[MeasuredPlan, ...] = ()
+    """Of `--measure`, the fastest first."""
     memory: Memory | None = None
     """Includes the timeline; not in the JSON."""
 
@@ -161,6 +187,7 @@ class Plan:
         found = {name: value.as_dict() if isinstance(value, JsonAnswer) else value for name, value in values.items()}
         found["accuracy"] = {name: error.as_dict() for name, error in self.accuracy.items()}
         found["scaling"] = [row.as_dict() for row in self.scaling]
+        found["measured"] = [each.as_dict() for each in self.measured]
         for name in ("alternatives", "other_trainings"):
             found[name] = [_short(other) for other in getattr(self, name)]
         return found
@@ -179,7 +206,7 @@ class Plan:
         return cls(**{name: value for name, value in found.items() if name not in _OF_THE_SEARCH} | parts)
 
 
-_OF_THE_SEARCH = ("alternatives", "other_trainings", "scaling", "best_because", "smallest_hardware")
+_OF_THE_SEARCH = ("alternatives", "other_trainings", "scaling", "best_because", "smallest_hardware", "measured")
 
 
 SHORT = (

@@ -109,10 +109,14 @@ def any_fits(found: Sequence[PlannedRecipe]) -> bool:
 
 
 def rank(found: PlannedRecipe) -> tuple[int, float, float]:
-    """Sort key: recipes that fit, then tight ones, by time per token over all devices and memory; then the others by memory."""
+    """Sort key: recipes that fit, then tight ones, by time per token over all devices and memory; then the others by memory.
+
+    Where no time is predicted, those that take most memory are first: they recompute least, in the largest micro-batches.
+    """
     made = found.plan
     order = ("yes", "tight", "no").index(made.fits)
     if order == 2:
         return order, made.device_gib, 0.0
-    seconds = made.step_seconds / made.tokens_per_step if made.step_seconds is not None else float("inf")
-    return order, seconds, made.device_gib
+    if made.step_seconds is None:
+        return order, float("inf"), -made.device_gib
+    return order, made.step_seconds / made.tokens_per_step, made.device_gib

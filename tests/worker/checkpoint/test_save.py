@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
 from fsdp_tune.worker.checkpoint.rotation import remove_leftovers, rotate
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved
@@ -110,6 +111,14 @@ def test_only_crash_leftovers_are_removed(run: RunDir) -> None:
     assert not stage.exists()
     assert kept.is_dir()
     assert steps(run) == [10]
+
+
+def test_run_that_does_not_save_trains_and_leaves_no_checkpoint(bench: Bench) -> None:
+    run = new_run(bench, changes={"training": {"save_steps": 2}})
+    ResumeRequest(saves=False).write(run.resume_json)
+    runs.train(bench.on_ranks, run, 2)
+    assert len(runs.loss_lines(run)) == STEPS
+    assert not list(run.path.glob("*checkpoint-*"))
 
 
 @on_devices
