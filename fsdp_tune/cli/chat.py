@@ -32,10 +32,10 @@ HELP = (
 
 @verb
 def chat(screen: Screen, model: ModelArgument, options: GenerateOptions) -> None:
-    """Talk to the result of a run, with its chat template and its stop tokens.
+    """Talk to the model of a run, with its chat template and its stop tokens.
 
-    Of a run the merged model answers, else its adapter, else the adapter of its newest complete checkpoint.
-    `/help` lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves.
+    For a run, the merged model answers, or else its adapter, or else the adapter of its newest complete checkpoint.
+    `/help` lists the commands. Ctrl-C stops an answer, and Ctrl-D ends the chat.
 
     \b
     Examples:
@@ -74,8 +74,8 @@ def generate(
 ) -> None:
     """Answer the prompts of a file, as `chat` does.
 
-    A `prompt`, or a line of a text file, is formatted as the model was trained: in a chat as a message of the user. `messages`
-    are answered after the last message that is not the assistant's. A `text` is continued as it is.
+    A `prompt`, or a line of a text file, is formatted as in training; for a chat model, it is a message of the user.
+    `messages` are answered after the last message that is not the assistant's. A `text` is continued unchanged.
 
     \b
     Examples:

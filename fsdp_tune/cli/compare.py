@@ -47,7 +47,8 @@ def compare(
     b: Annotated[
         str | None,
         Argument(
-            "The same, or the address of a server with OpenAI's API; with --set, --python or --with it may be left out, and is A.",
+            "The same, or the address of a server with OpenAI's API. With --set, --python or --with, B may be left out; "
+            "A is then compared with its changed form.",
             metavar="B",
         ),
     ] = None,
@@ -56,12 +57,14 @@ def compare(
     options: CompareOptions,
     html: Annotated[Path | None, Option("Write the comparison as a page, in one file without network.", metavar="FILE")] = None,
 ) -> None:
-    """Find the first difference of two recipes or runs, from the tokens of the first rows to the update of a step, and its cause;
-    or of a model and the server that serves it, from the tokens of prompts to greedy answers.
+    """Find the first difference between two recipes or runs, and its cause.
 
-    The stages are computed on the CPU in one process, with a scaled-down model. The cause is shown: B is computed again with A's values of
-    the keys that differ. Two runs are compared by their files first. `--set` changes B. The verdict names what was compared.
-    Exit code 0: equal; 1: different; 2: a side cannot be read; 6: not comparable, since nothing that shows it could be compared.
+    The stages reach from the tokens of the first rows to the update of a step. They are computed on the CPU in one
+    process, with a scaled-down model. To find the cause, B is computed again with A's values of the keys that differ.
+    Two runs are first compared by their files. If B is a server that serves A, prompts, their tokens, log-probabilities
+    and greedy answers are compared. `--set` changes B. The verdict names what was compared.
+
+    Exit code 0: equal; 1: different; 2: a side cannot be read; 6: too little could be compared for a verdict.
 
     \b
     Examples:

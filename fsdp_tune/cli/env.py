@@ -217,10 +217,10 @@ def _seconds(older_than: str | None) -> float:
 
 @verb
 def doctor(screen: Screen, recipe: NamedRecipe, options: DoctorOptions) -> None:
-    """Start the ranks of a recipe for some seconds and check their machines: disk, inputs, limits, clocks, devices, links.
+    """Start the ranks of a recipe for a few seconds and check the machines: disk, inputs, limits, clocks, devices, links.
 
-    Trains nothing and leaves nothing on disk. With several machines, start it on each of them, as `train`. Ends with exit code 1 if a
-    check fails, not for warnings.
+    Trains nothing and leaves nothing on disk. With several machines, run it on each of them, as with `train`.
+    The exit code is 1 if a check fails; warnings do not change it.
 
     \b
     Examples:

@@ -63,7 +63,7 @@ def show_recipe(screen: Screen, name: Name) -> None:
 @recipes.command("copy")
 @verb
 def copy_recipe(
-    screen: Screen, name: Name, to: Annotated[Path | None, Argument("Target [default: ./NAME.yaml].", metavar="[FILE]")] = None
+    screen: Screen, name: Name, to: Annotated[Path | None, Argument("The file to write [default: ./NAME.yaml].", metavar="[FILE]")] = None
 ) -> None:
     """Copy a recipe of the catalogue to a file; an existing file is never replaced.
 
@@ -147,17 +147,19 @@ def import_config(
         Argument(
             "A configuration of axolotl, TRL, LLaMA-Factory, ms-swift, torchtune, NeMo Automodel, Soup, fms-hf-tuning, Accelerate or "
             "DeepSpeed (YAML or JSON), a script or notebook with the command that starts one of them or transformers' `run_clm.py`, or "
-            "with the calls of unsloth. Scripts and notebooks are read and not run.",
+            "with the calls of unsloth. Scripts and notebooks are parsed, never run.",
             metavar="FILE",
         ),
     ],
     options: ImportOptions,
 ) -> None:
-    """Turn a configuration of another trainer into a recipe, with an account of every key of the file.
+    """Convert a configuration of another trainer into a recipe, and account for every key of the file.
 
-    Each key is kept, converted, computed with others, dropped with the reason, or a question: a line `# DECIDE:` in the recipe.
+    Each key is kept, converted, computed from several keys, or dropped with the reason. What remains is a question:
+    a `# DECIDE:` line in the recipe.
 
-    Exit code 1 or 6 with --check: the recipe is written, and the comparison shows a difference, or could not be made.
+    With --check, exit code 1 means that the comparison shows a difference, and 6 that nothing could be compared.
+    The recipe is written in both cases.
 
     \b
     Examples:

@@ -38,7 +38,7 @@ SPIKE_ROWS = 8
 def status(
     screen: Screen,
     run: Annotated[Path, Argument("A run directory, or a directory of runs, for a table of all of them.", metavar="RUN")],
-    watch: Annotated[bool, Option("Redraw every two seconds until no process works on it; elsewhere than on a terminal, wait.")] = False,
+    watch: Annotated[bool, Option("Redraw every two seconds until no process works on the run; without a terminal, only wait.")] = False,
 ) -> None:
     """Show the status of a run: step, time left, loss, speed, memory, live ranks, newest complete checkpoint, logs.
 
@@ -274,10 +274,10 @@ def report(
         Path | None,
         Option("The page; an existing one is replaced [default: report.html].", flags=("--output", "-o"), metavar="FILE"),
     ] = None,
-    follow: Annotated[bool, Option("Serve the page on this machine instead; what the runs write appears in it. Ctrl-C ends.")] = False,
+    follow: Annotated[bool, Option("Serve the page on this machine instead, and update it while the runs write. Ctrl-C ends.")] = False,
     port: Annotated[int | None, Option("With --follow: the port [default: a free one].", metavar="N", minimum=1)] = None,
 ) -> None:
-    """Write one HTML page about runs: losses, speed, memory, data, samples, events, recipe, environment, and how the runs differ.
+    """Write one HTML page about runs: losses, speed, memory, data, samples, events, recipe, environment, differences.
 
     The page is a single file that opens from disk, without network. Reads files only; a run that is training is not affected.
     Ctrl-C ends `--follow` with exit code 130.
@@ -430,7 +430,7 @@ def merge_checkpoint(
     source: Annotated[
         str,
         Argument(
-            "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter. Of a mirror, "
+            "A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter. In a mirror: "
             "the URL of a run or of its checkpoint.",
             metavar="SRC",
         ),
@@ -483,7 +483,7 @@ def push(
 ) -> None:
     """Upload the merged model or the adapter of a run to the Hugging Face hub, private by default.
 
-    A push that was interrupted goes on where it stopped.
+    A push that was interrupted continues where it stopped.
 
     \b
     Examples:

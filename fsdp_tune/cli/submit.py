@@ -41,15 +41,16 @@ def slurm(
     drill: Annotated[
         bool,
         Option(
-            "Instead of a recipe: play preemption, node loss and time limit with a small job of its own in runs/drill, and compare its "
-            "model with that of an undisturbed one. Takes about 20 minutes; touches no other job."
+            "Without a recipe: put a small job in runs/drill through preemption, node loss and the time limit, and compare "
+            "its model with that of an undisturbed job. Takes about 20 minutes; affects no other job."
         ),
     ] = False,
 ) -> None:
-    """Train a recipe as a Slurm job, which saves before its time limit and is requeued until the run has finished.
+    """Train a recipe as a Slurm job. The job saves before its time limit, and is requeued until the run has finished.
 
-    The script and the job's log are in RUN.submit. Your own lines in the script (modules, containers, further #SBATCH options) are kept
-    when it is written again. A run that has a job in the queue is not submitted twice. Ctrl-C ends `--follow` and leaves the job alone.
+    The script and the job's log are in RUN.submit. Your own lines in the script (modules, containers, further #SBATCH
+    options) are kept when it is written again. A run that has a job in the queue is not submitted twice.
+    Ctrl-C ends `--follow`; the job continues.
 
     \b
     Examples:
@@ -133,9 +134,7 @@ def _follow(screen: Screen, answer: SubmitAnswer) -> None:
     raise typer.Exit(ended.exit_code or 0)
 
 
-PrintOnly = Annotated[
-    bool, Option("Print the file and write nothing, as without `--output`: a submission is a command of its own.", flags=("--print",))
-]
+PrintOnly = Annotated[bool, Option("Print the file and write nothing, as without `--output`.", flags=("--print",))]
 
 
 def _check_output(options: KubernetesOptions | CloudOptions, *, print_only: bool) -> None:

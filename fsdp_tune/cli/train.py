@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @verb
 def validate(screen: Screen, recipe: NamedRecipe, options: ValidateOptions) -> None:
-    """Check a recipe: keys, values, contradictions, the arithmetic of the batch, model and data. Starts nothing.
+    """Check a recipe: keys, values, contradictions, batch arithmetic, model and data. Starts nothing.
 
     \b
     Example:
@@ -100,7 +100,7 @@ def plan(
     """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit.
 
     Starts nothing, unless `--measure` trains the best recipes of the ranking for a few steps on this machine.
-    Exit code 0 whatever the answer; `fits` is yes, tight or no.
+    The exit code is 0 even if the recipe does not fit; `fits` is yes, tight or no.
 
     \b
     Examples:
@@ -157,8 +157,9 @@ def _measured(screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuri
 def rehearse(screen: Screen, recipe: RecipeArgument, options: RehearseOptions) -> None:
     """Rehearse a full run on CPU ranks with a scaled-down model: train, kill a rank, resume, merge, reload, compare.
 
-    The code path is that of the real run. `--parity` trains once for each switch and prints how far loss and gradient norm are
-    from a plain PyTorch loop on one device. `--set launch.device=cuda` uses the GPUs of this machine. Exit 1: a check failed.
+    The rehearsal uses the code path of the real run. `--parity` trains once for each switch and prints how far loss
+    and gradient norm are from a plain PyTorch loop on one device. `--set launch.device=cuda` uses the GPUs of this
+    machine. Exit code 1: a check failed.
 
     \b
     Examples:
@@ -234,12 +235,13 @@ def train(
     full: Annotated[bool, Option("With --dry-run: print every key, not only those that differ from the defaults.")] = False,
     no_start: Annotated[bool, Option("Write the run directory and print the commands that start it.")] = False,
     verbose: Annotated[bool, Option("Print every value and kernel that was chosen, with the reason.")] = False,
-    quiet: Annotated[bool, Option("Print notices, warnings and errors alone; RUN/logs has all lines.", flags=("--quiet", "-q"))] = False,
+    quiet: Annotated[bool, Option("Print only notices, warnings and errors; RUN/logs has all lines.", flags=("--quiet", "-q"))] = False,
 ) -> None:
-    """Fine-tune a model by a recipe, and merge the result into an ordinary model directory.
+    """Fine-tune a model as a recipe describes, and merge the result into an ordinary model directory.
 
     Exit codes: 0 finished, 1 failed, 2 recipe or usage, 3 out of device memory, 4 non-finite, 5 hang or lost rank,
-    130 Ctrl-C after saving, 143 saved and stopped; a sweep: the first failure's. Arguments after `--` go to `accelerate launch`.
+    130 Ctrl-C after saving, 143 saved and stopped. A sweep ends with the code of its first failure.
+    Arguments after `--` go to `accelerate launch`.
 
     \b
     Examples:

@@ -450,11 +450,12 @@ class RecipeArgument:
     def source(self) -> str:
         """Return what the argument or `--config` names. Raises: usage error for none or two."""
         if self.recipe is not None and self.config is not None and self.recipe != self.config:
-            raise usage_error("two-recipes", f"two recipes are given: `{self.recipe}` and `--config {self.config}`", hint="give one")
+            message = f"two recipes given: `{self.recipe}` and `--config {self.config}`"
+            raise usage_error("two-recipes", message, hint="pass only one of them")
         source = self.config if self.config is not None else self.recipe
         if source is None:
-            hint = "give a YAML file or a name of the catalogue, such as `--config gpt2_smoke`"
-            raise usage_error("no-recipe", "no recipe is given", hint=hint)
+            hint = "pass a YAML file or the name of a catalogue recipe, such as `--config gpt2_smoke`"
+            raise usage_error("no-recipe", "no recipe given", hint=hint)
         return source
 
 

@@ -169,7 +169,8 @@ def _first_row(source: RowSource) -> dict[str, Any]:
             break
     if bad:
         raise FsdpTuneError(*bad_row_examples(bad, source.names))
-    raise usage_error("no-rows", "it holds no rows", where=Where(source.names[0], key=source.key))
+    hint = "write at least one row; docs/guide/data-formats.md shows a row of each format"
+    raise usage_error("no-rows", "it has no rows", where=Where(source.names[0], key=source.key), hint=hint)
 
 
 def select(row: dict[str, Any], entry: DataSource, name: str) -> dict[str, Any]:

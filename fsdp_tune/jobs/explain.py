@@ -53,8 +53,13 @@ def _key(name: str) -> KeyExplanation:
 def _unknown(name: str, known: list[str]) -> FsdpTuneError:
     by_end = {each.rpartition(".")[2]: each for each in reversed(known)} | {each: each for each in known}
     near = closest(name, list(by_end))
-    hint = None if "-" in name else unknown_key_hint(name.split("."))
-    hint = hint or (f"did you mean `{by_end[near]}`?" if near else None)
+    end = name.rpartition(".")[2]
+    in_another_section = [each for each in known if "." in name and each.endswith(f".{end}")]
+    if len(in_another_section) == 1:
+        hint = f"did you mean `{in_another_section[0]}`?"
+    else:
+        hint = None if "-" in name else unknown_key_hint(name.split("."))
+        hint = hint or (f"did you mean `{by_end[near]}`?" if near else None)
     fallback = "docs/reference/recipe.yaml lists the keys of a recipe, docs/reference/messages.tsv the codes"
     return usage_error("unknown-word", f"there is no recipe key and no error code `{name}`", hint=hint or fallback)
 

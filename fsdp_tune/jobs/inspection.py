@@ -165,7 +165,7 @@ def inspect_data(recipe: Recipe, *, has_tokenizer: bool = True) -> Inspection:
     found.problems.extend(bad.problems(recipe.data))
     found.notices.extend(bad.notices(recipe.data))
     if inputs and not is_encoding:
-        found.unchecked.append("the rows as tokens: they are read, and encoding them needs the tokenizer and its chat template")
+        found.unchecked.append("the rows as tokens: encoding them needs the tokenizer and its chat template")
     return found
 
 

@@ -26,14 +26,14 @@ class Allowed:
     remote_code: Annotated[
         bool,
         Option(
-            "Let code run from the repositories of models (`model.trust_remote_code`) and of kernels from the hub.",
+            "Allow code from the repositories of models (`model.trust_remote_code`) and of kernels on the hub to run.",
             flags=("--trust-remote-code",),
         ),
     ] = False
     variables: Annotated[
         Sequence[str],
         Option(
-            "Let `launch.env` set this variable, which is not known to be a plain setting. Repeatable.",
+            "Allow `launch.env` to set this variable, which is not known to be a plain setting. Repeatable.",
             flags=("--allow-env",),
             metavar="NAME",
         ),
@@ -41,7 +41,7 @@ class Allowed:
     extensions: Annotated[
         bool,
         Option(
-            "Honour `extensions` and `loader` of the recipe: run code of the installed packages that they name.",
+            "Allow `extensions` and `loader` of the recipe to run code of the installed packages that they name.",
             flags=("--allow-extensions",),
         ),
     ] = False
@@ -63,14 +63,14 @@ VerifyData = Annotated[bool, Option("Hash all data files, even if their size and
 @dataclass(frozen=True, slots=True)
 class ValidateOptions:
     strict: Annotated[bool, Option("Count keys that have no effect as errors.")] = False
-    offline: Annotated[bool, Option("Do not contact the hub; list what would need it as unchecked.")] = False
+    offline: Annotated[bool, Option("Do not contact the hub; list the checks that need it as not checked.")] = False
     allowed: Allowed = Allowed()
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
     machine_rank: Annotated[
-        int | None, Option("Which machine this is, 0 being the first; inside `srun` taken from Slurm.", metavar="N")
+        int | None, Option("Number of this machine; the first is 0. Inside `srun` it is taken from Slurm.", metavar="N")
     ] = None
     allowed: Allowed = Allowed()
 
@@ -86,18 +86,22 @@ class TrainOptions:
 
     resume: Annotated[
         str | None,
-        Option("auto: the newest complete checkpoint of the run. PATH: that checkpoint.", metavar="auto|never|PATH", read=_resume),
+        Option(
+            "auto: continue from the newest complete checkpoint of the run. PATH: continue from that checkpoint.",
+            metavar="auto|never|PATH",
+            read=_resume,
+        ),
     ] = None
     overwrite: Annotated[bool, Option("Move a used run directory aside and start over.")] = False
     machine_rank: Annotated[
-        int | None, Option("Which machine this is, 0 being the first; inside `srun` taken from Slurm.", metavar="N")
+        int | None, Option("Number of this machine; the first is 0. Inside `srun` it is taken from Slurm.", metavar="N")
     ] = None
     launcher_arguments: Sequence[str] = ()
     """Further arguments of `accelerate launch`."""
     profile: Annotated[
         ProfiledSteps | None,
         Option(
-            "Record these steps: RUN/profile gets a Chrome trace of each rank and a breakdown of the steps.",
+            "Profile these steps: write a Chrome trace of each rank and a breakdown of the steps to RUN/profile.",
             metavar="steps=FIRST:LAST",
             read=parse_profile,
         ),
@@ -105,7 +109,7 @@ class TrainOptions:
     skip_rows: Annotated[
         Path | None,
         Option(
-            "Leave out the rows that this file names, `PATH:ROW` or a JSON object a line, from the step on where the run starts.",
+            "Leave out the rows that FILE lists (`PATH:ROW` or a JSON object on each line), from the step at which this command starts.",
             metavar="FILE",
         ),
     ] = None
@@ -139,11 +143,11 @@ class SubmitOptions:
     ] = None
     time: Annotated[
         str | None,
-        Option("Time limit of a start: 11h30m, or as Slurm writes it. The run saves before it and is requeued.", metavar="TIME"),
+        Option("Time limit of each start: 11h30m, or in Slurm's format. The run saves before the limit and is requeued.", metavar="TIME"),
     ] = None
     job_name: Annotated[str | None, Option("Name of the job [default: the run's].", metavar="NAME")] = None
     max_stalled_starts: Annotated[
-        int, Option("Starts in a row without a new checkpoint after which the job is not started again.", metavar="N", minimum=1)
+        int, Option("Stop the job after this many starts in a row without a new checkpoint.", metavar="N", minimum=1)
     ] = 3
     again: Annotated[bool, Option("Submit a job that starts after the one that is queued or running.")] = False
     allowed: Allowed = Allowed()
@@ -154,7 +158,7 @@ class SlurmOptions:
     """What only Slurm needs."""
 
     partition: Annotated[str | None, Option("Partition [default: the cluster's].", flags=("--partition", "-p"), metavar="NAME")] = None
-    account: Annotated[str | None, Option("Account that is charged.", flags=("--account", "-A"), metavar="NAME")] = None
+    account: Annotated[str | None, Option("Account to charge.", flags=("--account", "-A"), metavar="NAME")] = None
     qos: Annotated[str | None, Option("Quality of service.", metavar="NAME")] = None
     constraint: Annotated[str | None, Option("Features that the nodes must have.", metavar="LIST")] = None
 
@@ -177,12 +181,12 @@ class PlanOptions:
     ] = None
     exact: Annotated[bool, Option("Trace every decoder layer instead of repeating the middle ones.")] = False
     search: Annotated[
-        bool, Option("This recipe alone: no alternatives, no scaling table.", flags=("--no-search",), read=operator.not_, typed=bool)
+        bool, Option("Plan only this recipe: no alternatives, no scaling table.", flags=("--no-search",), read=operator.not_, typed=bool)
     ] = True
     write: Annotated[Path | None, Option("Write the best recipe, with the reasons as comments.", metavar="FILE")] = None
-    calibrate: Annotated[Path | None, Option("Learn this GPU's speed from the metrics of a finished run.", metavar="RUN")] = None
+    calibrate: Annotated[Path | None, Option("Measure this GPU's speed from the metrics of a finished run.", metavar="RUN")] = None
     dollars_per_hour: Annotated[
-        float | None, Option("Price of one GPU, for the cost of the run; overrides that of a GPU file.", metavar="PRICE")
+        float | None, Option("Price of one GPU, for the cost of the run; overrides the price in a GPU file.", metavar="PRICE")
     ] = None
     allowed: AllowedCode = Allowed()
 
@@ -201,7 +205,7 @@ class MeasureOptions:
 @dataclass(frozen=True, slots=True)
 class PrepareOptions:
     show: Annotated[int, Option("Decode N rows, with the trained part marked.", metavar="N", minimum=0)] = 0
-    download: Annotated[bool, Option("Fetch the model's weights into the local cache too.")] = False
+    download: Annotated[bool, Option("Also download the model's weights into the local cache.")] = False
     verify_data: VerifyData = False
     allowed: AllowedCode = Allowed()
 
@@ -209,9 +213,10 @@ class PrepareOptions:
 @dataclass(frozen=True, slots=True)
 class RehearseOptions:
     num_processes: Annotated[
-        int | None, Option("Ranks; 2, or 4 if the recipe shards in groups or its ranks share rows.", metavar="N", minimum=1)
+        int | None,
+        Option("Number of ranks [default: 2; 4 if the recipe shards in groups or its ranks share rows].", metavar="N", minimum=1),
     ] = None
-    parity: Annotated[bool, Option("Compare every switch (strategy, checkpointing, offload …) with one device instead.")] = False
+    parity: Annotated[bool, Option("Instead, compare every switch (strategy, checkpointing, offload …) with one device.")] = False
     allowed: Allowed = Allowed()
 
 
@@ -231,7 +236,7 @@ class CompareOptions:
     requirements: Annotated[
         Sequence[str],
         Option(
-            "Compute B with other versions of packages, in an environment that is made for them in the cache. Repeatable.",
+            "Compute B with this version of a package, in an environment that is created in the cache. Repeatable.",
             flags=("--with",),
             metavar="REQUIREMENT",
         ),
@@ -239,29 +244,30 @@ class CompareOptions:
     tools: Annotated[
         Literal["run", "import"],
         Option(
-            "run: TRL and axolotl compute their configurations, in an environment made for them (`--with trl==X`: that version); import: "
-            "their recipes are compared.",
+            "run: TRL and axolotl compute their configurations, in an environment that is created for them "
+            "(`--with trl==X` selects the version); import: "
+            "compare the imported recipes.",
         ),
     ] = "run"
     tolerance: Annotated[
         float | None,
         Option(
-            "Relative difference that counts as none [default: 1e-6; with --python 1e-4, in half precision 0.02; "
+            "Relative difference that counts as equal [default: 1e-6; with --python 1e-4, in half precision 0.02; "
             "between lines of two runs 1e-5, in half precision 0.001; with a server 0.02, the mean difference of log-probabilities].",
             metavar="X",
         ),
     ] = None
     num_gpus: Annotated[
         int | None,
-        Option("Ranks of a side that does not give them, such as a configuration of another tool.", metavar="N", minimum=1),
+        Option("Number of ranks of a side that does not set it, such as a configuration of another tool.", metavar="N", minimum=1),
     ] = None
     prompts: Annotated[
         Path | None,
         Option("With a server: rows with `messages`, `prompt` or `text`, or lines of text [default: rows of the run].", metavar="FILE"),
     ] = None
     max_new_tokens: Annotated[int, Option("With a server: longest answer.", metavar="N", minimum=1)] = 32
-    served_model: Annotated[str | None, Option("With a server of several models: the one to compare.", metavar="NAME")] = None
-    api_key_env: Annotated[str | None, Option("With a server: the variable of the environment that holds its key.", metavar="NAME")] = None
+    served_model: Annotated[str | None, Option("With a server of several models: the model to compare.", metavar="NAME")] = None
+    api_key_env: Annotated[str | None, Option("With a server: the environment variable that holds its key.", metavar="NAME")] = None
     allowed: AllowedCode = Allowed()
 
 
@@ -273,7 +279,8 @@ class PushOptions:
     public: Annotated[
         bool | None,
         Option(
-            "Visibility of a new repository; one that is public already needs `--public` [default: the recipe's, else private].",
+            "Visibility of a new repository; for an existing public repository, `--public` is required "
+            "[default: the recipe's, else private].",
             flags=("--public/--private",),
         ),
     ] = None
@@ -290,29 +297,31 @@ Method = Literal["full", "lora", "qlora"]
 class NewRecipeOptions:
     gpu: PlannedGpu = None
     num_gpus: Annotated[int, Option("GPUs over all machines.", metavar="N", minimum=1)] = 1
-    method: Annotated[Literal["auto", Method], Option("What is trained; auto: all parameters if that fits, else LoRA, else QLoRA.")] = (
-        "auto"
-    )
+    method: Annotated[Literal["auto", Method], Option("What to train; auto: all parameters if that fits, else LoRA, else QLoRA.")] = "auto"
     split: Annotated[str | None, Option("Split of a hub data set [default: train].")] = None
-    max_length: Annotated[int, Option("Tokens of a row.", metavar="N", minimum=1)] = 2048
+    max_length: Annotated[int, Option("Largest number of tokens in a row.", metavar="N", minimum=1)] = 2048
     global_batch_size: Annotated[int, Option("Rows of a step over all GPUs.", metavar="N", minimum=1)] = 64
     output: Annotated[Path, Option("The recipe.", flags=("--output", "-o"), metavar="FILE")] = Path("recipe.yaml")
 
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    tool: Annotated[OptionName | None, Option("The tool of the file [default: recognised by its keys].", flags=("--from",))] = None
+    tool: Annotated[OptionName | None, Option("The tool that the file is for [default: recognised by its keys].", flags=("--from",))] = None
     output: Annotated[Path | None, Option("The recipe [default: stdout].", flags=("--output", "-o"), metavar="FILE")] = None
     force: Annotated[bool, Option("Replace `--output` if it exists.")] = False
     num_gpus: Annotated[
         int | None,
-        Option("GPUs that the file was made for: gives `launch.num_processes` and `training.global_batch_size`.", metavar="N", minimum=1),
+        Option(
+            "Number of GPUs that the file was written for; sets `launch.num_processes` and `training.global_batch_size`.",
+            metavar="N",
+            minimum=1,
+        ),
     ] = None
     overrides: Annotated[
         Sequence[str],
-        Option("Write this in place of what FILE has, or leaves open. Repeatable.", flags=("--set",), metavar="KEY=VALUE"),
+        Option("Set a key that FILE lacks, or replace its value. Repeatable.", flags=("--set",), metavar="KEY=VALUE"),
     ] = ()
-    check: Annotated[bool, Option("Then compare FILE and `--output`, as `fsdp-tune compare` does.")] = False
+    check: Annotated[bool, Option("Then compare FILE with `--output`, as `fsdp-tune compare` does.")] = False
     allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()
 
 
@@ -353,15 +362,19 @@ class EvaluateOptions:
         tuple[str, ...],
         Option("Ignore a column of `--data` that no format reads. Repeatable.", flags=("--ignore-column",), metavar="NAME"),
     ] = ()
-    max_rows: Annotated[int | None, Option("Only the first N rows.", metavar="N", minimum=1)] = None
+    max_rows: Annotated[int | None, Option("Evaluate only the first N rows.", metavar="N", minimum=1)] = None
     answer: Annotated[
         str | None,
-        Option("exact_match: compare the first match of this in both texts (its first group), such as '#### (.*)'.", metavar="REGEX"),
+        Option(
+            "exact_match: compare only the first match of this pattern in both texts (its first group), such as '#### (.*)'.",
+            metavar="REGEX",
+        ),
     ] = None
     max_new_tokens: Annotated[int, Option("exact_match: longest generated answer.", metavar="N", minimum=1)] = 256
-    base: Annotated[str | None, Option("Evaluate this model on the same rows too, and compare both.", metavar="MODEL")] = None
+    base: Annotated[str | None, Option("Also evaluate this model on the same rows, and compare both.", metavar="MODEL")] = None
     num_processes: Annotated[
-        int | None, Option("Processes that share the rows, each with the model [default: one a GPU, on the CPU 1].", metavar="N", minimum=1)
+        int | None,
+        Option("Processes that share the rows, each with the model [default: one per GPU; 1 on the CPU].", metavar="N", minimum=1),
     ] = None
     batch_size: Annotated[int, Option("Rows of one forward pass.", metavar="N", minimum=1)] = 8
     device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
@@ -375,19 +388,24 @@ class GenerateOptions:
     """How a model answers prompts, one at a time or from a file."""
 
     max_new_tokens: Annotated[int, Option("Longest answer.", metavar="N", minimum=1)] = 512
-    temperature: Annotated[float, Option("0 = the most probable token, always; above it, tokens are drawn.", metavar="T")] = 0.0
-    top_p: Annotated[float, Option("Draw from the most probable tokens that have this share of the probability.", metavar="P")] = 1.0
+    temperature: Annotated[float, Option("0: always take the most probable token. Above 0: sample.", metavar="T")] = 0.0
+    top_p: Annotated[float, Option("Sample only from the most probable tokens whose probabilities add up to P.", metavar="P")] = 1.0
     seed: Annotated[
-        int, Option("Of what is drawn, with each prompt; copies of a prompt get different answers.", metavar="N", minimum=0)
+        int, Option("Seed for sampling, combined with each prompt; copies of a prompt get different answers.", metavar="N", minimum=0)
     ] = 0
     system: Annotated[str | None, Option("System message of the chat.", metavar="TEXT")] = None
     base: Annotated[
-        bool, Option("Answer with the base too. That of an adapter is the same weights without it; that of a full fine-tuning is loaded.")
+        bool,
+        Option(
+            "Also answer with the base model. For an adapter, it is the same weights without the adapter; "
+            "for a full fine-tuning, it is loaded."
+        ),
     ] = False
     checkpoint: Annotated[
-        str | None, Option("Of a run with `lora:`, the adapter of this step [default: what is exported, else the newest].", metavar="N")
+        str | None,
+        Option("For a run with `lora:`: use the adapter of step N [default: the exported adapter, else the newest].", metavar="N"),
     ] = None
-    show_special_tokens: Annotated[bool, Option("Print the special tokens of answers too.")] = False
+    show_special_tokens: Annotated[bool, Option("Also print the special tokens of answers.")] = False
     device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
     dtype: Annotated[LoadedDtype, Option("Type of the weights; auto = as stored.")] = "auto"
     allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()
@@ -407,7 +425,7 @@ JobName = Annotated[str | None, Option("Name of the job [default: that of the ru
 class KubernetesOptions:
     """What a cluster of Kubernetes gives a run."""
 
-    image: Annotated[str | None, Option("Image with fsdp-tune, best by digest. Required.", metavar="IMAGE")] = None
+    image: Annotated[str | None, Option("Image with fsdp-tune, preferably by digest. Required.", metavar="IMAGE")] = None
     kind: Annotated[
         Literal["job", "jobset", "trainjob"],
         Option("job: a plain Indexed Job; jobset: restarts all machines together; trainjob: of Kubeflow Trainer, reports progress."),
@@ -470,7 +488,7 @@ class CloudOptions:
     secrets: Annotated[
         Sequence[str], Option("Set a variable from the engine's secret of this name. Repeatable.", flags=("--secret",), metavar="VARIABLE")
     ] = ()
-    spot: Annotated[bool, Option("Take spot machines.")] = False
+    spot: Annotated[bool, Option("Use spot machines.")] = False
     restarts: Annotated[
         int,
         Option("Restarts after errors, mistakes included; dstack: for a day. Preemptions do not count.", metavar="N", minimum=0),

@@ -81,13 +81,13 @@ class MergeOptions:
     ] = None
     step: Annotated[int | None, Option("Merge the checkpoint of this step [default: the newest complete one].", metavar="N")] = None
     best: Annotated[bool, Option("Merge the checkpoint with the best evaluation.")] = False
-    average: Annotated[str | None, Option("Merge the mean of several checkpoints: `last:3`, or `100,200,300`.", metavar="last:N|STEPS")] = (
-        None
-    )
+    average: Annotated[
+        str | None, Option("Merge the mean of several checkpoints: `last:3`, or the steps `100,200,300`.", metavar="last:N|STEPS")
+    ] = None
     adapter: Annotated[
         bool | None,
         Option(
-            "A LoRA adapter: write it alone, as PEFT does, or add it to the weights of its base [default: merge.adapter of the run].",
+            "For a LoRA adapter: export only the adapter, as PEFT does, or merge it into its base [default: merge.adapter of the run].",
             flags=("--adapter/--merged",),
         ),
     ] = None
@@ -96,7 +96,7 @@ class MergeOptions:
     ] = None
     base_weights: Annotated[
         BaseWeights | None,
-        Option("A base that was held in 4 bits: its weights as they were trained, or as stored [default: the run's `merge.base`]."),
+        Option("For a base in 4 bits: merge into its weights as they were trained, or as stored [default: the run's `merge.base`]."),
     ] = None
     overwrite: Annotated[bool, Option("Replace the output of an earlier merge, once the new one is complete.")] = False
     allow_incomplete: Annotated[bool, Option("Merge a checkpoint that is not complete; missing files are reported.")] = False

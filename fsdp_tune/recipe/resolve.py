@@ -232,10 +232,10 @@ class _Resolver:
                 self.decide("launch.device", there, f"the accelerator of this machine{named}")
                 return there
             if self.assume is None:
-                message = f"this machine shows no accelerator{self._unseen()}, and the CPU is never chosen silently"
+                message = f"no accelerator was found on this machine{self._unseen()}, and the CPU is never chosen silently"
                 self.add_problem("no-device", ("launch.device",), message, None, (cpu_way_out(self.recipe, self.machine),))
             device = self.assume or "cuda"
-            self.decide("launch.device", device, "assumed: this machine shows no accelerator")
+            self.decide("launch.device", device, "assumed: no accelerator was found on this machine")
             return device
         if wanted not in {"cpu", there} and self.assume is None:
             shows = f"it shows {there}" if there else f"it shows no accelerator{self._unseen()}"

@@ -78,7 +78,7 @@ def mesh_sizes(recipe: Recipe, world: World) -> MeshSizes:
 
 def machines_are_alike(_recipe: Recipe, world: World) -> Iterator[Finding]:
     if world.size % world.machines:
-        message = f"`launch.num_processes: {world.size}` (the total) does not divide by `launch.num_machines: {world.machines}`"
+        message = f"`launch.num_processes: {world.size}` (the total) is not divisible by `launch.num_machines: {world.machines}`"
         below, above = world.size // world.machines * world.machines, -(-world.size // world.machines) * world.machines
         hint = f"every machine must run the same number of ranks: write {f'{below} or ' if below else ''}{above}"
         yield Finding("indivisible", ("launch.num_processes", "launch.num_machines"), message, hint)
@@ -176,7 +176,7 @@ def batch_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
         yield Finding("contradiction", BATCH_KEYS, message, hint)
         return
     if wanted % at_once:
-        message = f"`training.global_batch_size: {wanted}` does not divide by {micro} sequences × {ranks} = {at_once}"
+        message = f"`training.global_batch_size: {wanted}` is not divisible by {micro} sequences × {ranks} = {at_once}"
         below, above = wanted // at_once * at_once, -(-wanted // at_once) * at_once
         fitting = [rows for rows in range(min(micro, wanted, MOST_SIZES_TRIED), 0, -1) if wanted % (rows * size) == 0]
         ways = [f"a global batch of {f'{below} or ' if below else ''}{above}"]
@@ -241,7 +241,7 @@ def lanes_of(recipe: Recipe, world: World) -> int:
 def lanes_divide(recipe: Recipe, world: World) -> Iterator[Finding]:
     lanes, size = recipe.data.stream_lanes, data_ranks(recipe, world)
     if recipe.data.streaming and lanes != "auto" and lanes % size:
-        message = f"`data.stream_lanes: {lanes}` does not divide by {readers_of_rows(recipe, size)}, each of which reads lanes of its own"
+        message = f"`data.stream_lanes: {lanes}` is not divisible by {readers_of_rows(recipe, size)}, each of which reads lanes of its own"
         hint = f"train on a number of ranks that divides {lanes}, or start a new run with {-(-lanes // size) * size} lanes"
         yield Finding("indivisible", ("data.stream_lanes", "launch.num_processes"), message, hint)
 

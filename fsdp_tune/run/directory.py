@@ -329,7 +329,7 @@ def existing_run(path: Path) -> RunDir:
     run = RunDir(path.resolve())
     if not run.is_used:
         message = f"{path} is not a run directory (it has no {run.recipe_json.name})" if path.exists() else f"{path} does not exist"
-        raise usage_error("not-a-run", message, hint=_near(path) or "give the directory that `train` printed")
+        raise usage_error("not-a-run", message, hint=_near(path) or "pass the run directory that `train` printed")
     return run
 
 

@@ -110,6 +110,7 @@ def test_missing_names_are_reported_with_the_existing_ones(folder: Path) -> None
     assert problem(folder / "c*.jsonl").message == f"no file matches `{folder}/c*.jsonl`"
     assert problem("rows.jsonl").message == f"`{Path('rows.jsonl').absolute()}` does not exist"
     (folder / "empty").mkdir()
+    assert "no directory" not in (problem(folder / "empty" / "x.jsonl").hint or "")
     assert "holds no data files" in problem(folder / "empty").message
 
 

@@ -53,6 +53,7 @@ def test_key_has_default_values_and_effects() -> None:
     [
         ("learning_rat", "did you mean `training.learning_rate`?"),
         ("training.optm", "did you mean `training.optim`?"),
+        ("trainng.max_steps", "did you mean `training.max_steps`?"),
         ("data-chnged", "did you mean `data-changed`?"),
         ("max_seq_length", "it is `data.max_length` here"),
         ("path", "give one of `data.train.path` or `data.eval.path`"),

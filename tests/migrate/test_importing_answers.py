@@ -255,7 +255,7 @@ def test_lines_of_the_tried_text_are_in_no_error(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         from_text(tmp_path, text, overrides=["training.global_batch_size=12", "launch.num_processes=8"])
     assert [problem.message for problem in caught.value.problems] == [
-        "`training.global_batch_size: 12` does not divide by 2 sequences × 8 ranks = 16"
+        "`training.global_batch_size: 12` is not divisible by 2 sequences × 8 ranks = 16"
     ]
 
 

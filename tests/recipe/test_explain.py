@@ -155,6 +155,7 @@ def test_near_match_comes_from_the_same_section_alone() -> None:
         ("lora: {r: eight}", "write `8`"),
         ("data: {train: [{path: x}], max_length: 4k}", "write `4000`"),
         ("training: {num_train_epochs: many}", "write a number, such as `3.0`"),
+        ("training: {max_steps: many}", "write a whole number, such as `100`"),
     ],
 )
 def test_hint_about_a_word_in_place_of_a_value_can_be_typed(tmp_path: Path, section: str, hint: str) -> None:

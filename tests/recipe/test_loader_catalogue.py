@@ -158,7 +158,7 @@ def test_recipe_argument_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest
             "configs/gpt2_smoke.yaml",
             "the catalogue has a recipe of this name: `--config gpt2_smoke`, or `fsdp-tune recipes copy gpt2_smoke`",
         ),
-        ("zzzz", "`fsdp-tune recipes list` shows the catalogue; for a file give its path"),
+        ("zzzz", "`fsdp-tune recipes list` shows the catalogue; to use a file, pass its path"),
     ],
 )
 def test_missing_source_is_reported_with_close_matches(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

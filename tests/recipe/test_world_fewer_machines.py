@@ -60,7 +60,7 @@ def test_stream_keeps_its_lanes() -> None:
     recipe = load(streamed + written(5, 3, training="global_batch_size: 240, max_steps: 5")).recipe
     with pytest.raises(FsdpTuneError) as caught:
         resolve(recipe, FOUR_GPUS, cwd=Path("/"))
-    assert "not on 4: `data.stream_lanes: 20` does not divide by 16 ranks" in one_problem(caught.value.problems).message
+    assert "not on 4: `data.stream_lanes: 20` is not divisible by 16 ranks" in one_problem(caught.value.problems).message
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_numbers_that_do_not_divide_are_skipped_and_reported() -> None:
     (notice,) = [each for each in resolution.notices if each.code == "fewer-machines"]
     assert notice.message == (
         "if a machine is lost and not replaced, the run continues on 2 or 1 machines; "
-        "not on 3: `training.global_batch_size: 16` does not divide by 1 sequences × 12 ranks = 12"
+        "not on 3: `training.global_batch_size: 16` is not divisible by 1 sequences × 12 ranks = 12"
     )
     assert notice.where.key == "launch.min_machines"
 

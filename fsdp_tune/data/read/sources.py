@@ -302,7 +302,12 @@ def _not_found(pattern: str, where: Where) -> FsdpTuneError:
     close = difflib.get_close_matches(path.name, siblings, n=1)
     if glob.has_magic(pattern):
         return usage_error("data-not-found", f"no file matches `{pattern}`", where=where)
-    hint = f"did you mean `{close[0]}`?" if close else None if siblings else f"there is no directory `{path.parent}`"
+    if close:
+        hint = f"did you mean `{close[0]}`?"
+    elif not path.parent.is_dir():
+        hint = f"there is no directory `{path.parent}`"
+    else:
+        hint = "`path` takes a file, a directory, a glob, or the id of a data set on the Hugging Face hub"
     return usage_error("data-not-found", f"`{path}` does not exist", where=where, hint=hint)
 
 

@@ -260,7 +260,8 @@ def check_training(tree: MappingNode) -> dict[Path, Problem]:
             message = f"`training.{name}` is {given(entry.node)}; it takes {takes}"
             hint = _SWITCHED_OFF.get(name) if _is_nothing(entry.node) else None
             default = TRAINING_FIELDS.fields[name].default
-            example = f", such as `{default}`" if "number" in takes and type(default) in (int, float) else ""
+            typical = 100 if default == -1 else default  # -1 means unset
+            example = f", such as `{typical}`" if "number" in takes and type(default) in (int, float) else ""
             hint = hint or _value_hint(entry.node, takes, options) or f"write {takes}{example}"
             problems[path] = Problem("wrong-value", message, where_of(tree, path), hint)
     return problems

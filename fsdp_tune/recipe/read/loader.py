@@ -71,7 +71,7 @@ def find_recipe(source: str) -> Path:
             raise usage_error("recipe-not-found", f"there is no file `{source}`", hint=hint)
         return path
     near = closest(source, list(recipes))
-    hint = f"did you mean `{near}`?" if near else "`fsdp-tune recipes list` shows the catalogue; for a file give its path"
+    hint = f"did you mean `{near}`?" if near else "`fsdp-tune recipes list` shows the catalogue; to use a file, pass its path"
     raise usage_error("recipe-not-found", f"there is no file and no catalogue recipe `{source}`", hint=hint)
 
 
@@ -204,7 +204,7 @@ def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]
     root, problems = compose(text, source)
     if root is None or (isinstance(root, ScalarNode) and root.value is None):
         problem = Problem(
-            "empty-recipe", "the recipe is empty", Where(source, 1, 1), "`fsdp-tune recipes copy gpt2_smoke` gives one to start from"
+            "empty-recipe", "the recipe is empty", Where(source, 1, 1), "`fsdp-tune recipes copy gpt2_smoke` copies a recipe to start from"
         )
         raise FsdpTuneError(*problems, problem)
     if not isinstance(root, MappingNode):

@@ -76,7 +76,7 @@ def _read_bytes(path: Path, where: Where, most_bytes: int) -> bytes:
         dangling = path.is_symlink()
         message = f"`{path}` is a link to `{path.readlink()}`, which does not exist" if dangling else f"there is no file `{path}`"
         near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
-        hint = f"did you mean `{path.with_name(near[0])}`?" if near else "`fsdp-tune recipes copy gpt2_smoke` gives one to start from"
+        hint = f"did you mean `{path.with_name(near[0])}`?" if near else "`fsdp-tune recipes copy gpt2_smoke` copies a recipe to start from"
         raise usage_error("recipe-not-found", message, where=where, hint=hint) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -28,7 +28,7 @@ INPUTS = frozenset({"no-tokenizer", "no-data"})
 def model_source(recipe: Recipe) -> Iterator[Finding]:
     model = recipe.model
     if model.name_or_path is None and model.from_config is None:
-        hint = "a hub id, a directory, or a run: `model: {name_or_path: meta-llama/Llama-2-7b-hf}`"
+        hint = "write a hub id, a directory, or a run: `model: {name_or_path: meta-llama/Llama-2-7b-hf}`"
         keys = ("model.name_or_path", "model.from_config", "model")
         yield Finding("no-model", keys, "the recipe names no model: `model.name_or_path` is missing", hint)
     elif model.name_or_path is not None and model.from_config is not None:
