@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -26,6 +25,7 @@ from fsdp_tune.model.internals.transformers_internals import require_trainer_hoo
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.shard.recompute import RecomputationCheck
+from fsdp_tune.model.shard.wrap import begin_micro_batch
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
@@ -223,7 +223,7 @@ class FsdpTrainer(Trainer):
         if not model.training:
             model.train()
         self._batches_done += 1
-        self._reduce_between_replicas(last=self._batches_done == len(self.batches))
+        begin_micro_batch(self.parts.recipe, self.wrapped, is_last=self._batches_done == len(self.batches))
         tensors = {name: tensor.to(self.args.device, non_blocking=True) for name, tensor in batch.tensors.items()}
         if self._audited:
             return self._forward_backward(model, batch, tensors, float(num_items_in_batch))
@@ -270,11 +270,6 @@ class FsdpTrainer(Trainer):
 
     def _locate_nonfinite(self, batches: list[Batch]) -> str:
         return metrics.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
-
-    def _reduce_between_replicas(self, *, last: bool) -> None:
-        """Under HSDP every micro-batch reduces inside a replica; only the last one crosses between replicas."""
-        if isinstance(self.wrapped, FSDPModule) and self.parts.recipe.is_hybrid:
-            self.wrapped.set_requires_all_reduce(last)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._checked_norm(self.args.max_grad_norm)

@@ -224,6 +224,9 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 }
 
 
+_KEPT = (("reshard_after_backward", False),)
+
+
 def singles() -> list[Case]:
     """The base case and, for each value of each switch, the base case with that one value."""
     cases = [Case()]
@@ -241,6 +244,10 @@ def singles() -> list[Case]:
         Case(version=1, accumulation=4),
         Case(accumulation=4, fsdp=(("sync_each_batch", False),)),
         Case(strategy="HYBRID_SHARD", ranks=4, accumulation=4, fsdp=(("sync_each_batch", False),)),
+        Case("gpt2", accumulation=4, recomputation="full", fsdp=_KEPT),
+        Case(strategy="SHARD_GRAD_OP", accumulation=4, packed=True, fsdp=_KEPT),
+        Case(strategy="HYBRID_SHARD", ranks=4, accumulation=4, resumed="other", fsdp=_KEPT),
+        Case(tokens=64, kernels=_IN_SLICES, fsdp=_KEPT),
         Case(recomputation="full", fsdp=(("activation_checkpointing_every", 2),)),
         Case(recomputation="full", fsdp=(("activation_checkpointing_offload", True),)),
         Case(fsdp=(("forward_prefetch", 2), ("backward_prefetch", 2))),
