@@ -26,7 +26,7 @@ from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.shard.recompute import RecomputationCheck
 from fsdp_tune.model.shard.wrap import begin_micro_batch
-from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward
+from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward, loss_options
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning, SpikeEvent
@@ -247,13 +247,12 @@ class FsdpTrainer(Trainer):
         share = ranks / step_targets
         auxiliary = self._auxiliary_weight * ranks / self._step_tokens
         scale = self.parts.scale.scale if self.parts.scale is not None else None
-        smoothing = self.args.label_smoothing_factor
         loss, loss_sum = forward_backward(
             *(self.parts.recipe, model, tensors, share),
             auxiliary=auxiliary,
             loss_scale=scale,
-            label_smoothing=smoothing,
             source_losses=sums.source_losses if is_counted else None,
+            **loss_options(self.parts.recipe),
         )
         if is_counted:
             sums.add(loss_sum)

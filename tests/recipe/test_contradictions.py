@@ -60,6 +60,8 @@ CONTRADICTIONS = [
     ("lora: {}\nquantization: {load: nf4, double_quant: true}", 4, "several ranks"),
     ("launch: {device: cpu}\nkernels: {loss: liger}", 4, "for GPUs"),
     ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", 4, "loss scale"),
+    ("training: {loss: dft, label_smoothing_factor: 0.1}", 3, "no single target"),
+    ("training: {loss: dft}\nkernels: {loss: liger}", 4, "weights each token"),
     ("fsdp: {auto_wrap_policy: MODULE_NAMES_WRAP}", 3, "empty"),
     ("training:\n  warmup_steps: 10\n  max_steps: 10", 4, "line 5"),
     ("training: {eval_strategy: steps}", 3, "no `data.eval`"),

@@ -38,6 +38,7 @@ from fsdp_tune.model.step import (
     compute_context,
     flat_shard_group,
     forward_backward,
+    loss_options,
     micro_batch_loss,
     scale_gradients,
     total_norm,
@@ -221,8 +222,8 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
     scale = FAKE_FP16_SCALE if recipe.precision.mixed_precision == "fp16" else None
     weight = auxiliary_loss_weight(loaded.model)
     with no_sync:
-        smoothing = training_value(recipe.training, "label_smoothing_factor")
-        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, label_smoothing=smoothing)
+        options = {"auxiliary": weight, "loss_scale": scale, **loss_options(recipe)}
+        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, **options)
     del loss, loss_sum, batch
     fake_gpu.forget_weights()
     recorder.place.layer, recorder.place.module, recorder.place.in_head = -1, "", False

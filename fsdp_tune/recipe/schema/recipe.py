@@ -211,6 +211,8 @@ class Training(Section):
     """null = per_device_train_batch_size."""
     gradient_accumulation_steps: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
     """Micro-batches per step; null = from global_batch_size, else 1."""
+    loss: Annotated[Literal["cross_entropy", "dft"], Effect(NUMBERS, TRAJECTORY)] = "cross_entropy"
+    """Training loss of a token; dft = cross-entropy times its detached probability (dynamic fine-tuning); `eval_loss` is cross-entropy."""
     learning_rate: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 2.0e-5
     """Peak learning rate."""
     parameter_groups: Annotated[list[ParameterGroup], Effect(NUMBERS, TRAJECTORY)] = []
