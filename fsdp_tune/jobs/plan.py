@@ -92,7 +92,9 @@ def decide(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False
 
 def decisions(decided: Decided) -> dict[str, str]:
     """Return key → the value that was decided, with the reason."""
-    return {key: f"{value_of(decided.recipe, key)} ({reason})" for key, reason in decided.reasons.items()}
+    values = {key: value_of(decided.recipe, key) for key in decided.reasons}
+    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
+    return {key: f"{words[key]} ({reason})" for key, reason in decided.reasons.items()}
 
 
 def _cache_of(recipe: Recipe) -> Path:
