@@ -4,16 +4,18 @@
     python benchmarks/step.py compute [--lora --trl-python VENV/bin/python]
     python benchmarks/step.py compute --qlora --trl-python VENV/bin/python --contenders ours,trl
     python benchmarks/step.py gsm8k --gsm8k train.jsonl --trl-python VENV/bin/python
+    python benchmarks/step.py accumulated --rounds 5 --steps 2
     python benchmarks/step.py gpu --json FILE
 
 Each contender is two CPU ranks over gloo, one thread each, that live through the whole measurement and stand still while another one
 runs: the rounds go in turn, and the order moves on by one each time. Ours is the worker, started by `accelerate launch` on a run
 directory that `fsdp-tune train --no-start` wrote. `overhead` has tiny layers, `compute` 34 million parameters and 512 tokens a rank;
-both have full rows, fp32, clipping, fused AdamW and a line every ten steps. In `gsm8k` rows differ in length: ours and TRL pack to
-512 tokens, the tutorial pads to them. `gpu` is one rank on a GPU, which all contenders share: 0.95 billion parameters, 4,096 tokens, bf16
-over fp32 weights; there wall time is what it is, since the machine's speed is not the GPU's. With `--lora` every contender trains the same
-LoRA adapters of PEFT, of rank 16 on all linear layers but the head, over a frozen base; with `--qlora` ours and TRL hold the base in NF4,
-TRL by bitsandbytes.
+both have full rows, fp32, clipping, fused AdamW and a line every ten steps. In `gsm8k` rows differ in length: ours and TRL pack to 512
+tokens, the tutorial pads to them. `accumulated` has four micro-batches a step: ours alone, with and without
+`fsdp.reshard_after_backward`, under FULL_SHARD and SHARD_GRAD_OP. `gpu` is one rank on a GPU, which all contenders share: 0.95 billion
+parameters, 4,096 tokens, bf16 over fp32 weights; there wall time is what it is, since the machine's speed is not the GPU's. With `--lora`
+every contender trains the same LoRA adapters of PEFT, of rank 16 on all linear layers but the head, over a frozen base; with `--qlora`
+ours and TRL hold the base in NF4, TRL by bitsandbytes.
 
 CPU time is that of a rank's whole process. Wall time is divided by how much slower than usual a fixed matrix product was beside that
 round. Medians over the rounds; ratios are medians of the ratios round by round.
@@ -38,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from step_inputs import BITSANDBYTES, LOGGING_STEPS, LORA, SIZES, Size, recipe_of, write_base, write_rows
+from step_inputs import BITSANDBYTES, LOGGING_STEPS, LORA, OURS, SIZES, Size, recipe_of, write_base, write_rows
 from step_ranks import ADDRESS, AUTHORITY, NAME, WARM_UP_STEPS
 
 HERE = Path(__file__).resolve().parent
@@ -77,19 +79,20 @@ class Contender:
             process.wait(60)
 
 
-def start_ours(size: Size, folder: Path, environment: dict[str, str], adapters: dict[str, bool]) -> Contender:
+def start_ours(name: str, size: Size, folder: Path, environment: dict[str, str], adapters: dict[str, bool]) -> Contender:
     from fsdp_tune.core.processes import ends_with_parent
     from fsdp_tune.launch.command.accelerate import launch_plan
     from fsdp_tune.recipe.schema.recipe import Recipe
     from fsdp_tune.run.directory import RunDir
 
-    file, run = folder / "ours.json", RunDir(folder / "ours")
-    file.write_text(json.dumps(recipe_of(size, folder, run.path, **adapters)), encoding="utf-8")  # JSON is YAML
+    file, run = folder / f"{name}.json", RunDir(folder / name)
+    recipe_keys = recipe_of(size, folder, run.path, **adapters) | {"fsdp": OURS[name]}
+    file.write_text(json.dumps(recipe_keys), encoding="utf-8")  # JSON is YAML
     writes = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--no-start", "--ignore-plan"]
     subprocess.run(writes, check=True, env=environment, stdout=subprocess.DEVNULL)
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
-    plan = launch_plan(recipe, run, worker_module="step_ranks", inherited=environment | {NAME: "ours"})
-    contender = Contender("ours", [], folder / "ours.log")
+    plan = launch_plan(recipe, run, worker_module="step_ranks", inherited=environment | {NAME: name})
+    contender = Contender(name, [], folder / f"{name}.log")
     with contender.log.open("wb") as log:
         contender.processes.append(
             subprocess.Popen(ends_with_parent(plan.argv), env=plan.env, stdout=log, stderr=log, start_new_session=True)
@@ -205,7 +208,7 @@ def report(contenders: list[Contender], size: Size, speed: Speedometer, against:
     for one in contenders:
         cpu, wall = statistics.median(one.cpu_seconds), statistics.median(one.wall_seconds)
         cpu_ratios, wall_ratios = ratios(one.cpu_seconds, base.cpu_seconds), ratios(one.wall_seconds, base.wall_seconds)
-        tokens = one.tokens_per_row * size.batch * size.world_size
+        tokens = one.tokens_per_row * size.rows_per_step
         gain = one.tokens_per_row / base.tokens_per_row / statistics.median(wall_ratios)
         told = [f"{1000 * cpu:.1f}", f"{1000 * wall:.1f}", median_and_range(cpu_ratios), median_and_range(wall_ratios)]
         print("|", " | ".join([one.name, *told, f"{tokens / wall:,.0f}", f"{gain:.2f}"]), "|")
@@ -216,7 +219,7 @@ def figures(contenders: list[Contender], size: Size) -> dict[str, dict[str, Any]
         one.name: {
             "wall_seconds": one.wall_seconds,
             "cpu_seconds": one.cpu_seconds,
-            "tokens_per_step": one.tokens_per_row * size.batch * size.world_size,
+            "tokens_per_step": one.tokens_per_row * size.rows_per_step,
         }
         for one in contenders
     }
@@ -249,8 +252,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     with Listener(address, "AF_UNIX", backlog=16, authkey=AUTHORITY) as listener:
         try:
             for name in names:
-                if name == "ours":
-                    contenders.append(start_ours(size, folder, environment, adapters))
+                if name in OURS:
+                    contenders.append(start_ours(name, size, folder, environment, adapters))
                     continue
                 python = options.trl_python if name == "trl" else sys.executable
                 contenders.append(start_other(name, size, folder, environment, python, adapters))

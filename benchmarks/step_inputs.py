@@ -31,6 +31,12 @@ class Size:
     device: str = "cpu"
     precision: str = "no"
     """Of fp32 weights: `no` or `bf16`."""
+    accumulation: int = 1
+    """Micro-batches of a step; of ours alone."""
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch * self.world_size * self.accumulation
 
 
 def _llama(hidden: int, layers: int, vocabulary: int, positions: int, head_dim: int = 32) -> dict[str, Any]:
@@ -43,11 +49,18 @@ def _llama(hidden: int, layers: int, vocabulary: int, positions: int, head_dim: 
 SIZES = {
     "overhead": Size(_llama(64, 16, 512, 128), 2, 64, ("ours", "bare", "hf", "trl")),
     "compute": Size(_llama(512, 8, 8192, 512), 1, 512, ("ours", "bare", "hf", "trl")),
+    "accumulated": Size(_llama(512, 8, 8192, 512), 1, 128, ("ours", "ours-kept", "ours-grad-op", "ours-grad-op-kept"), accumulation=4),
     "gpu": Size(_llama(2048, 16, 32000, 4096, 128), 1, 4096, ("ours", "bare"), rows=64, world_size=1, device="cuda", precision="bf16"),
     "gpu-tiny-cpu": Size(_llama(64, 2, 512, 128), 1, 64, ("ours", "bare"), world_size=1),
     "gpu-tiny-cuda": Size(_llama(64, 2, 512, 128), 1, 64, ("ours", "bare"), world_size=1, device="cuda", precision="bf16"),
     "gsm8k": Size(_llama(256, 4, 8192, 512), 2, 512, ("ours", "padding", "trl"), packing=True),
 }
+
+
+_KEPT = {"reshard_after_backward": False}
+_GRAD_OP = {"sharding_strategy": "SHARD_GRAD_OP"}
+OURS: dict[str, dict[str, Any]] = {"ours": {}, "ours-kept": _KEPT, "ours-grad-op": _GRAD_OP, "ours-grad-op-kept": _GRAD_OP | _KEPT}
+"""Contenders that are ours, with their keys of `fsdp:`."""
 
 
 def write_rows(size: Size, gsm8k: Path | None, folder: Path) -> float:
@@ -109,6 +122,7 @@ def recipe_of(size: Size, inputs: Path, output: Path, *, lora: bool, in_4_bits: 
         "kernels": {"loss": "full"},
         "training": {
             "per_device_train_batch_size": size.batch,
+            "gradient_accumulation_steps": size.accumulation,
             "max_steps": 1_000_000,
             "learning_rate": 1.0e-4,
             "weight_decay": 0.1,

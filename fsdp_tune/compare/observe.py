@@ -60,6 +60,7 @@ from fsdp_tune.model.step import (
     clip_factor,
     compute_context,
     forward_backward,
+    loss_options,
     model_inputs,
     scale_gradients,
     shift_labels,
@@ -401,7 +402,6 @@ class Side:
     def _forward(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> None:
         """Run each row alone, without dropout."""
         model.eval()
-        smoothing = float(training_value(recipe.training, "label_smoothing_factor"))
         logits_of: dict[str, Any] = {}
         losses: dict[str, Any] = {}
         for row in rows:
@@ -411,7 +411,7 @@ class Side:
             used = logits[0, : len(row.input_ids)].float()
             columns = torch.linspace(0, used.shape[-1] - 1, min(LOGIT_COLUMNS, used.shape[-1])).long()
             logits_of[f"row-id {row.row_id}"] = torch.cat([used.logsumexp(-1, keepdim=True), used[:, columns]], dim=1).tolist()
-            losses[f"row-id {row.row_id}"] = float(token_losses(logits, shift_labels(batch["labels"]), smoothing).sum())
+            losses[f"row-id {row.row_id}"] = float(token_losses(logits, shift_labels(batch["labels"]), **loss_options(recipe)).sum())
         self.stages["logits"], self.stages["row_losses"] = StageFacts(logits_of), StageFacts(losses)
 
     def _train(self, recipe: Recipe, model: PreTrainedModel, steps: Sequence[Sequence[Row]]) -> None:
@@ -454,11 +454,10 @@ class Side:
         if targets == 0:
             raise ValueError("no token of the step is trained")
         tokens = sum(len(row.input_ids) for row in rows)
-        smoothing = float(training_value(recipe.training, "label_smoothing_factor"))
         total = 0.0
         for batch in batches:
             auxiliary = auxiliary_loss_weight(model) / tokens
-            _, loss_sum = forward_backward(recipe, model, batch, 1.0 / targets, auxiliary=auxiliary, label_smoothing=smoothing)
+            _, loss_sum = forward_backward(recipe, model, batch, 1.0 / targets, auxiliary=auxiliary, **loss_options(recipe))
             total += float(loss_sum)
         return total / targets
 

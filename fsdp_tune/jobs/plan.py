@@ -36,16 +36,18 @@ from fsdp_tune.planner.search.alternatives import devices_of_machine, difference
 from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
 from fsdp_tune.planner.search.scaling import forced_changes, machines_for, scaling_table
 from fsdp_tune.planner.search.search import (
+    RECOMPUTATION,
+    RESHARDING,
     Decided,
     MemoryBudget,
     Ranking,
-    is_undecided,
-    least_recomputation,
+    decide_by_memory,
     other_trainings,
     rank_recipes,
     smallest_hardware,
+    undecided,
 )
-from fsdp_tune.planner.search.search import decide as decide_recomputation
+from fsdp_tune.planner.search.search import decide as decide_with_trace
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
 from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, parse_recipe
@@ -85,12 +87,14 @@ def decide(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False
     The notices name what was decided without knowing the memory.
     """
     with traces.Tracing(_cache_of(recipe) / "traces", offline=offline) as tracing:
-        return decide_recomputation(recipe, budget, _one_trace(tracing))
+        return decide_with_trace(recipe, budget, _one_trace(tracing))
 
 
 def decisions(decided: Decided) -> dict[str, str]:
     """Return key → the value that was decided, with the reason."""
-    return {key: f"{value_of(decided.recipe, key)} ({reason})" for key, reason in decided.reasons.items()}
+    values = {key: value_of(decided.recipe, key) for key in decided.reasons}
+    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
+    return {key: f"{words[key]} ({reason})" for key, reason in decided.reasons.items()}
 
 
 def _cache_of(recipe: Recipe) -> Path:
@@ -134,8 +138,8 @@ class PlanSession:
     def decide(self) -> Decided:
         """Decide for this GPU what the recipe leaves to a plan, and use it from now on. Raises: FsdpTuneError if it cannot be traced."""
         found = Decided(self.recipe, {})
-        if is_undecided(self.recipe):
-            found = least_recomputation(self.recipe, MemoryBudget.of(self.hardware), _one_trace(self._tracing))
+        if undecided(self.recipe):
+            found = decide_by_memory(self.recipe, MemoryBudget.of(self.hardware), _one_trace(self._tracing))
             self.recipe = found.recipe
         return found
 
@@ -199,7 +203,7 @@ def plan_here(recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
     A trace that fails stops no training.
     """
     gpu = visible_gpu(recipe)
-    decided = decide(recipe, budget_of(recipe, gpu)) if is_undecided(recipe) else Decided(recipe, {})
+    decided = decide(recipe, budget_of(recipe, gpu)) if undecided(recipe) else Decided(recipe, {})
     if recipe.launch.device != "cuda":
         return decided, None, list(decided.notices)
     hardware = detect(gpu.name) if gpu is not None else None
@@ -409,8 +413,10 @@ def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: M
                 del keys[name]
     if document.get("launch", {}).get("device") == "cpu":
         document["launch"]["device"] = best.launch.device
-    if document.get("fsdp", {}).get("activation_checkpointing") == "auto":  # it might decide differently for another micro-batch
-        document["fsdp"]["activation_checkpointing"] = best.fsdp.activation_checkpointing
+    for key in (RECOMPUTATION, RESHARDING):  # a plan might decide differently for another micro-batch
+        section, name = key.split(".")
+        if document.get(section, {}).get(name) == "auto":
+            document[section][name] = value_of(best, key)
     size = {"launch.num_processes": best.world_size, "launch.num_machines": best.launch.num_machines}
     for key, value in {**changes, **size}.items():
         section, name = key.split(".")

@@ -28,7 +28,7 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary
-from fsdp_tune.planner.search.search import KEY, is_undecided
+from fsdp_tune.planner.search.search import undecided
 from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, find_recipe, load_recipe
 from fsdp_tune.recipe.read.yaml_source import read_text
 from fsdp_tune.recipe.resolve import ABSENT, Resolution, UnresolvedError, split_absent
@@ -303,11 +303,12 @@ def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:
 def _decide(resolution: Resolution, found: Inspection, *, offline: bool) -> Resolution:
     """Decide keys that are left to a plan, if the model is there and this machine has the memory of the ranks."""
     recipe = resolution.recipe
-    if not is_undecided(recipe) or found.problems or found.model is None:
+    if not (keys := undecided(recipe)) or found.problems or found.model is None:
         return resolution
     budget = budget_of(recipe, visible_gpu(recipe))
     if budget is None:
-        found.unchecked.append(f"`{KEY}: auto`: this machine does not have the run's memory; `fsdp-tune plan --gpu NAME` decides for a GPU")
+        left = " and ".join(f"`{key}: auto`" for key in keys)
+        found.unchecked.append(f"{left}: this machine does not have the run's memory; `fsdp-tune plan --gpu NAME` decides for a GPU")
         return resolution
     decided = decide(recipe, budget, offline=offline)
     found.notices.extend(decided.notices)

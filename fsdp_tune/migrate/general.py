@@ -121,6 +121,10 @@ def implies(lines: Mapping[str, Any], reason: str = "") -> Rule:
     return rule
 
 
+DFT = "the sum of the weighted losses over the trained tokens of the step, on all ranks; `eval_loss` is cross-entropy"
+"""Of dynamic fine-tuning."""
+
+
 def chat_template(key: str | Path, *more: Path) -> Rule:
     """Return a rule for the name of a chat template, which another tool has in its code: it is written if one of that name is bundled.
 

@@ -30,6 +30,7 @@ from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
 from fsdp_tune.model.sequence_parallel import rows_known, shared_rows
 from fsdp_tune.model.shard.local import TORCH_DTYPE, plain_name
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -42,23 +43,35 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def token_losses(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, *, reduction: str = "none") -> torch.Tensor:
-    """Return the cross-entropy of each token, zero where it is not trained, in fp32 (nats): [batch × tokens], or its sum.
+def token_losses(
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, *, dft: bool = False, reduction: str = "none"
+) -> torch.Tensor:
+    """Return the loss of each token, zero where it is not trained, in fp32 (nats): [batch × tokens], or its sum.
 
     `logits` [batch, tokens, vocabulary] in any float dtype, `targets` (`shift_labels`) [batch, tokens] with -100 where not trained.
+    The loss is the cross-entropy -log p; with `dft`, -sg(p) log p, where sg passes no gradient (dynamic fine-tuning, arXiv:2508.05629).
     """
-    return F.cross_entropy(
+    losses = F.cross_entropy(
         logits.float().view(-1, logits.shape[-1]),
         targets.view(-1),
         ignore_index=IGNORE_INDEX,
-        reduction=reduction,
+        reduction="none" if dft else reduction,
         label_smoothing=label_smoothing,
     )
+    if not dft:
+        return losses
+    losses = losses * torch.exp(-losses.detach())
+    return losses.sum() if reduction == "sum" else losses
 
 
-def summed_token_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+def summed_token_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, *, dft: bool = False) -> torch.Tensor:
     """Return the sum of `token_losses`. Zero, with a gradient of zero, if no token is trained."""
-    return token_losses(logits, targets, label_smoothing, reduction="sum")
+    return token_losses(logits, targets, label_smoothing, dft=dft, reduction="sum")
+
+
+def loss_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments of `token_losses` and `forward_backward` for the training loss. Evaluation has none: it is cross-entropy."""
+    return {"label_smoothing": float(training_value(recipe.training, "label_smoothing_factor")), "dft": recipe.training.loss == "dft"}
 
 
 _NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths", "source_ids")
@@ -86,6 +99,8 @@ def micro_batch_loss(
     label_smoothing: float = 0.0,
     gradient_scale: float = 1.0,
     source_losses: torch.Tensor | None = None,
+    *,
+    dft: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one forward and return (summed loss in fp32, auxiliary loss or zero).
 
@@ -104,13 +119,13 @@ def micro_batch_loss(
         if loss_kernel_of(model) == "full":
             outputs: Any = model(**inputs, use_cache=False)
             if ids is None:
-                loss = summed_token_loss(outputs.logits, targets, label_smoothing)
+                loss = summed_token_loss(outputs.logits, targets, label_smoothing, dft=dft)
             else:
-                of_tokens = token_losses(outputs.logits, targets, label_smoothing)
+                of_tokens = token_losses(outputs.logits, targets, label_smoothing, dft=dft)
                 loss = of_tokens.sum()
             auxiliary = getattr(outputs, "aux_loss", None)
         else:
-            options = {"targets": targets, "label_smoothing": label_smoothing, "gradient_scale": gradient_scale}
+            options = {"targets": targets, "label_smoothing": label_smoothing, "dft": dft, "gradient_scale": gradient_scale}
             loss, auxiliary, of_tokens = model(**inputs, use_cache=False, **options, keeps_token_losses=ids is not None)
     if source_losses is not None and ids is not None and of_tokens is not None:
         _add_by_source(source_losses, of_tokens.detach(), ids.view(-1))
@@ -169,6 +184,7 @@ def forward_backward(
     auxiliary: float = 0.0,
     loss_scale: float | None = None,
     label_smoothing: float = 0.0,
+    dft: bool = False,
     source_losses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run forward and backward of one micro-batch. Return (differentiated loss, sum of token losses), both detached scalars.
@@ -180,7 +196,7 @@ def forward_backward(
     scale = share if loss_scale is None else share * loss_scale
     with rows_known(wrapped, batch):  # also during the backward, in which recomputation runs layers again
         with compute_context(recipe, batch["input_ids"].device.type):
-            loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale, source_losses)
+            loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale, source_losses, dft=dft)
         loss = loss_sum * share
         if auxiliary:
             loss = loss + auxiliary * auxiliary_loss

@@ -135,6 +135,7 @@ def expected(recipe: Recipe) -> dict[str, Any]:
     of_fsdp2: dict[str, Any] = {}
     if wrapper == "fsdp2":
         of_fsdp2["output_dtype"] = None  # the model's output, and with it the loss, is not rounded
+        of_fsdp2["reshard_after_backward"] = recipe.fsdp.reshard_after_backward  # of all micro-batches but the last
     if wrapper == "fsdp2" and recipe.fsdp.auto_wrap_policy != "NO_WRAP":
         backward = recipe.fsdp.backward_prefetch
         of_fsdp2["forward_prefetch"] = int(recipe.fsdp.forward_prefetch)

@@ -380,6 +380,7 @@ class _Resolver:
                 readers = readers_of_rows(self.recipe, size)
                 parts = f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × {readers})"
                 self.decide("training.gradient_accumulation_steps", steps, f"global batch: {parts}")
+        self._resharding()
         if training.per_device_eval_batch_size is None:
             rows = self.data["training"]["per_device_train_batch_size"]
             self.decide("training.per_device_eval_batch_size", rows, "per_device_train_batch_size")
@@ -387,6 +388,19 @@ class _Resolver:
             self.decide("training.data_seed", training.seed, "training.seed")
         if training.save_total_limit == 0:
             self.decide("training.save_total_limit", None, "0 keeps all")
+
+    def _resharding(self) -> None:
+        """Decide `fsdp.reshard_after_backward: auto` where false is refused or has no effect; elsewhere a plan does."""
+        fsdp, key = self.recipe.fsdp, "fsdp.reshard_after_backward"
+        if fsdp.reshard_after_backward != "auto":
+            return
+        if not self.recipe.is_sharded or fsdp.version == 1 or fsdp.offload_params:
+            reason = "only FSDP2 without `fsdp.offload_params` can keep gathered parameters"
+            self.decide(key, value=True, reason=reason)
+        elif self.data["training"]["gradient_accumulation_steps"] == 1:
+            self.decide(key, value=True, reason="a step has one micro-batch")
+        else:
+            self.reasons[key] = "a plan decides it from the memory of the ranks"
 
     def stream(self, world: World) -> None:
         if self.recipe.data.stream_lanes == "auto":

@@ -306,6 +306,8 @@ def _sharding(small: ScaledRecipe, recipe: Recipe, device: str) -> None:
     small.document["parallelism"] |= dict.fromkeys(DATA_KEYS, "auto")
     if recipe.fsdp.activation_checkpointing == "auto":
         small.changes.append("fsdp.activation_checkpointing: auto is resolved for the small model, which usually recomputes nothing")
+    if recipe.fsdp.reshard_after_backward == "auto":
+        small.changes.append("fsdp.reshard_after_backward: auto is resolved for the small model, which usually stays gathered")
     given = recipe.fsdp.reshard_after_forward
     fsdp["reshard_after_forward"] = None
     if isinstance(given, int) and not isinstance(given, bool):

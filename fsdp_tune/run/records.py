@@ -259,6 +259,8 @@ class LiveState(PartialFacts):
     """Of each mesh dimension."""
     reshard_after_forward: bool | int | list[str] | None = None
     """Of layers; None where nothing is freed between forward and backward."""
+    reshard_after_backward: bool | list[str] | None = None
+    """Of all micro-batches of a step but the last; None but for FSDP2."""
     compute_dtype: OneOrAll = None
     reduce_dtype: OneOrAll = None
     output_dtype: OneOrAll = None

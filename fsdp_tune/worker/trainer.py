@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -26,7 +25,8 @@ from fsdp_tune.model.internals.transformers_internals import require_trainer_hoo
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.shard.recompute import RecomputationCheck
-from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward
+from fsdp_tune.model.shard.wrap import begin_micro_batch
+from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward, loss_options
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning, SpikeEvent
@@ -223,7 +223,7 @@ class FsdpTrainer(Trainer):
         if not model.training:
             model.train()
         self._batches_done += 1
-        self._reduce_between_replicas(last=self._batches_done == len(self.batches))
+        begin_micro_batch(self.parts.recipe, self.wrapped, is_last=self._batches_done == len(self.batches))
         tensors = {name: tensor.to(self.args.device, non_blocking=True) for name, tensor in batch.tensors.items()}
         if self._audited:
             return self._forward_backward(model, batch, tensors, float(num_items_in_batch))
@@ -247,13 +247,12 @@ class FsdpTrainer(Trainer):
         share = ranks / step_targets
         auxiliary = self._auxiliary_weight * ranks / self._step_tokens
         scale = self.parts.scale.scale if self.parts.scale is not None else None
-        smoothing = self.args.label_smoothing_factor
         loss, loss_sum = forward_backward(
             *(self.parts.recipe, model, tensors, share),
             auxiliary=auxiliary,
             loss_scale=scale,
-            label_smoothing=smoothing,
             source_losses=sums.source_losses if is_counted else None,
+            **loss_options(self.parts.recipe),
         )
         if is_counted:
             sums.add(loss_sum)
@@ -270,11 +269,6 @@ class FsdpTrainer(Trainer):
 
     def _locate_nonfinite(self, batches: list[Batch]) -> str:
         return metrics.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
-
-    def _reduce_between_replicas(self, *, last: bool) -> None:
-        """Under HSDP every micro-batch reduces inside a replica; only the last one crosses between replicas."""
-        if isinstance(self.wrapped, FSDPModule) and self.parts.recipe.is_hybrid:
-            self.wrapped.set_requires_all_reduce(last)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._checked_norm(self.args.max_grad_norm)

@@ -31,6 +31,7 @@ BASE: dict[str, Any] = {
 BASES: dict[str, tuple[str, ...]] = {
     "one rank": (),
     "two ranks": ("launch.num_processes=2",),
+    "two ranks, accumulated": ("launch.num_processes=2", "training.per_device_train_batch_size=1"),
     "hybrid": ("launch.num_processes=4", "training.per_device_train_batch_size=2", "fsdp.sharding_strategy=HYBRID_SHARD"),
     "two ranks, units by size": ("launch.num_processes=2", "fsdp.auto_wrap_policy=SIZE_BASED_WRAP", "fsdp.min_num_params=4000"),
     "two ranks, units by name": (
@@ -149,6 +150,8 @@ CHANGES: tuple[Change, ...] = (
     Change("fsdp.backward_prefetch", "2", "two ranks"),
     Change("fsdp.backward_prefetch", "NO_PREFETCH", "two ranks, FSDP1"),
     rounding("fsdp.sync_each_batch", "false", "two ranks", "training.per_device_train_batch_size=2"),
+    Change("fsdp.reshard_after_backward", "false", "two ranks, accumulated"),
+    Change("fsdp.reshard_after_backward", "auto", "two ranks, accumulated"),
     Change("fsdp.state_dict_type", "FULL_STATE_DICT", "two ranks"),
     Change("fsdp.cpu_ram_efficient_loading", "false", "two ranks"),
 )

@@ -225,6 +225,31 @@ def test_data_sets_are_sources(name: str, tmp_path: Path) -> None:
     assert [{key: source[key] for key in wanted} for source, wanted in zip(sources, SOURCES[name], strict=True)] == SOURCES[name]
 
 
+DFT_FILES = {
+    "LLaMA-Factory": "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: d\ntemplate: llama3\nuse_dft_loss: true\n",
+    "ms-swift": "model: m\ntuner_type: full\ndataset: [a.jsonl]\nloss_scale: last_round\nenable_dft_loss: true\n",
+    "TRL": "model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\nloss_type: dft\n",
+    "axolotl": "base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\nmicro_batch_size: 1\nuse_dft: true\n",
+}
+
+
+@pytest.mark.parametrize("tool", DFT_FILES)
+def test_dynamic_fine_tuning_is_written(tool: str, tmp_path: Path) -> None:
+    result = from_text(tmp_path, DFT_FILES[tool])
+    assert result.tool == tool
+    assert values(result)["training.loss"] == "dft"
+    off = from_text(
+        tmp_path, DFT_FILES[tool].replace("loss: true", "loss: false").replace("_dft: true", "_dft: false").replace(": dft", ": nll")
+    )
+    assert values(off)["training.loss"] == "cross_entropy"
+
+
+def test_weights_of_ligers_loss_become_the_chunked_loss(tmp_path: Path) -> None:
+    text = DFT_FILES["axolotl"].replace("use_dft", "liger_use_token_scaling") + "liger_fused_linear_cross_entropy: true\n"
+    found = values(from_text(tmp_path, text))
+    assert (found["training.loss"], found["kernels.loss"]) == ("dft", "chunked")
+
+
 def test_split_test_of_trl_is_read_only_where_it_is_evaluated(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\ndataset_config: en\nassistant_only_loss: true\neval_strategy: steps\neval_steps: 9\n"
     (source,) = values(from_text(tmp_path, text))["data.eval"]

@@ -20,6 +20,8 @@ OPTIONS = [
     LossOptions(Logits(scale=0.0625)),
     LossOptions(Logits(softcap=5.0), label_smoothing=0.2),
     LossOptions(Logits(scale=2.0, softcap=5.0), gradient_scale=1e-3),
+    LossOptions(dft=True),
+    LossOptions(Logits(scale=0.5, softcap=5.0), dft=True, gradient_scale=1e-3),
 ]
 
 
@@ -37,6 +39,9 @@ def all_at_once(
     logits = F.linear(hidden, weight, bias).float() * o.logits.scale
     if o.logits.softcap is not None:
         logits = torch.tanh(logits / o.logits.softcap) * o.logits.softcap
+    if o.dft:
+        log_p = torch.log_softmax(logits, dim=1).gather(1, targets.clamp(min=0)[:, None])[:, 0][targets != IGNORE_INDEX]
+        return -(log_p.exp().detach() * log_p).sum()
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX, label_smoothing=o.label_smoothing)
 
 

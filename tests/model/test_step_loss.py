@@ -40,9 +40,30 @@ def test_summed_loss_equals_a_manual_sum(rows: list[list[int]]) -> None:
     assert int(supervised_tokens(labels)) == count
 
 
-def test_no_supervised_token_gives_zero_loss_and_gradient() -> None:
+def test_dft_weights_each_token_by_its_probability_without_a_gradient_through_it() -> None:
+    """-p log p, with the gradient p (softmax - one-hot) that a constant p gives, in a plain loop in float64 (arXiv:2508.05629, eq. 9)."""
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    labels = torch.tensor([[1, 2, IGNORE_INDEX, 3, 4], [IGNORE_INDEX, IGNORE_INDEX, 5, 6, 0]])
+    loss = summed_token_loss(logits, shift_labels(labels), dft=True)
+    loss.backward()
+    total, gradient = 0.0, np.zeros(logits.shape)
+    for row, targets in enumerate(labels.numpy()):
+        for at in range(1, len(targets)):
+            if targets[at] != IGNORE_INDEX:
+                exponents = np.exp(logits[row, at - 1].detach().double().numpy())
+                probabilities = exponents / exponents.sum()
+                p = probabilities[targets[at]]
+                total -= p * np.log(p)
+                gradient[row, at - 1] = p * (probabilities - np.eye(7)[targets[at]])
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-6)
+    assert logits.grad is not None
+    assert np.allclose(logits.grad.numpy(), gradient, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("dft", [False, True])
+def test_no_supervised_token_gives_zero_loss_and_gradient(dft: bool) -> None:
     logits = torch.randn(2, 5, 7, requires_grad=True)
-    loss = summed_token_loss(logits, torch.full((2, 5), IGNORE_INDEX))
+    loss = summed_token_loss(logits, torch.full((2, 5), IGNORE_INDEX), dft=dft)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert torch.equal(logits.grad, torch.zeros_like(logits))

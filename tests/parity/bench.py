@@ -98,6 +98,7 @@ class Bench:
             "groups": case.groups,
             "optimizer": optimizer if optimizer in ("muon", "adafactor") else "adamw",
             "label_smoothing": training.get("label_smoothing_factor", 0.0),
+            "dft": training.get("loss") == "dft",
         }
         return self.reference(case.architecture, **(given | settings))
 

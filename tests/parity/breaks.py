@@ -115,12 +115,15 @@ def compute_loss_in_bf16() -> Iterator[None]:
 
 
 @contextmanager
-def skip_replica_reduction() -> Iterator[None]:
-    from fsdp_tune.worker.trainer import FsdpTrainer
+def never_last_micro_batch() -> Iterator[None]:
+    """Treat the last micro-batch of a step as one between: replicas are not summed, or units stay gathered while shards are updated."""
+    from fsdp_tune.model.shard.wrap import begin_micro_batch
+    from fsdp_tune.worker import trainer
 
-    original = FsdpTrainer._reduce_between_replicas
+    def as_between(recipe: Any, wrapped: Any, *, is_last: bool) -> None:
+        begin_micro_batch(recipe, wrapped, is_last=False)
 
-    with patch.object(FsdpTrainer, "_reduce_between_replicas", lambda self, last: original(self, last=False)):
+    with patch.object(trainer, "begin_micro_batch", as_between):
         yield
 
 
@@ -338,7 +341,8 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "packed examples not isolated": drop_position_ids,
     "gradients summed in bf16": reduce_gradients_in_bf16,
     "loss computed in bf16": compute_loss_in_bf16,
-    "replicas not synchronised": skip_replica_reduction,
+    "replicas not synchronised": never_last_micro_batch,
+    "units gathered after the last micro-batch": never_last_micro_batch,
     "weight decay on norms": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: True),
     "no weight decay": _replaced("fsdp_tune.model.shard.local.decays", lambda name, parameter: False),
     "no clipping": _replaced("fsdp_tune.worker.step_checks.clip_factor", _no_clipping),

@@ -224,6 +224,10 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 }
 
 
+_DFT = (("loss", "dft"),)
+_KEPT = (("reshard_after_backward", False),)
+
+
 def singles() -> list[Case]:
     """The base case and, for each value of each switch, the base case with that one value."""
     cases = [Case()]
@@ -241,6 +245,13 @@ def singles() -> list[Case]:
         Case(version=1, accumulation=4),
         Case(accumulation=4, fsdp=(("sync_each_batch", False),)),
         Case(strategy="HYBRID_SHARD", ranks=4, accumulation=4, fsdp=(("sync_each_batch", False),)),
+        Case(accumulation=4, training=_DFT),
+        Case("gpt2", strategy="NO_SHARD", accumulation=4, packed=True, kernels=_IN_SLICES, training=_DFT),
+        Case(tokens=64, kernels=_IN_SLICES, training=_DFT),
+        Case("gpt2", accumulation=4, recomputation="full", fsdp=_KEPT),
+        Case(strategy="SHARD_GRAD_OP", accumulation=4, packed=True, fsdp=_KEPT),
+        Case(strategy="HYBRID_SHARD", ranks=4, accumulation=4, resumed="other", fsdp=_KEPT),
+        Case(tokens=64, kernels=_IN_SLICES, fsdp=_KEPT),
         Case(recomputation="full", fsdp=(("activation_checkpointing_every", 2),)),
         Case(recomputation="full", fsdp=(("activation_checkpointing_offload", True),)),
         Case(fsdp=(("forward_prefetch", 2), ("backward_prefetch", 2))),

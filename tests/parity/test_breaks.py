@@ -35,6 +35,9 @@ SEEN_BY: dict[str, Case] = {
     "gradients summed in bf16": Case(),
     "loss computed in bf16": Case(),
     "replicas not synchronised": Case(ranks=4, strategy="HYBRID_SHARD"),
+    "units gathered after the last micro-batch": Case(
+        accumulation=4, fsdp=(("reshard_after_backward", False),), training=(("witness", "off"),)
+    ),
     "weight decay on norms": Case(),
     "no weight decay": Case(),
     "no clipping": Case(),

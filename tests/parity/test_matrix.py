@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_tune.model.kernels.compiled import expected_graphs
 from fsdp_tune.model.loading.construct import build_empty
@@ -18,7 +19,7 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.main import read_recipe
 from tests.parity import runs
 from tests.parity.architectures import resized
-from tests.parity.bench import Bench, assert_as_near_as_bf16, assert_follows, assert_follows_one_device
+from tests.parity.bench import Bench, assert_as_near_as_bf16, assert_follows, assert_follows_one_device, bits
 from tests.parity.cases import FAST, ON_ONE_RANK, SHORT, STEPS, SWITCHES, Case, pairwise, singles
 from tests.parity.compare import deviation, relative
 from tests.parity.store import VOCABULARY
@@ -72,6 +73,30 @@ BALANCED = [
 def test_balance_loss_is_computed_per_example(case: Case, bench: Bench, record_property) -> None:
     """Whatever is padded, packed or batched together, on any number of ranks."""
     assert_follows_one_device(case, bench, record_property, "load-balancing loss")
+
+
+_KEPT = (("reshard_after_backward", False),)
+STAY_GATHERED = [
+    Case(accumulation=4, resumed="other"),
+    Case("mixtral", strategy="SHARD_GRAD_OP", accumulation=4, recomputation="selective"),
+    Case(accumulation=4, lora=(("r", 4), ("lora_alpha", 8))),
+    Case("llama-blocks", accumulation=4, lora=(("r", 4), ("lora_alpha", 8)), nf4="fp32"),
+    Case("llama-16", accumulation=4, precision="fp8 tensorwise"),
+    Case("llama-16", ranks=4, accumulation=2, sequence=2, strategy="HYBRID_SHARD"),
+    Case("qwen3", accumulation=4, fsdp=(("sync_each_batch", False),), kernels=(("loss", "chunked"),)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", STAY_GATHERED, ids=str)
+def test_parameters_that_stay_gathered_change_no_bit_of_a_run(case: Case, bench: Bench) -> None:
+    """Losses, norms and weights, with evaluations and saves between steps, and after a resume."""
+    kept = replace(case, fsdp=(*case.fsdp, *_KEPT))
+    assert bits(kept, bench) == bits(case, bench)
+    own, other = (runs.saved_parameters(bench.run(each), case.steps) for each in (kept, case))
+    assert own.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
 
 
 _COMPILED = (("compile", True),)

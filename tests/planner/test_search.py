@@ -14,7 +14,15 @@ from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.search.alternatives import MLP_SLICES
 from fsdp_tune.planner.search.candidates import Search
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import Ranking, other_trainings, rank_recipes, smallest_hardware
+from fsdp_tune.planner.search.search import (
+    KEPT_LAYOUTS,
+    Ranking,
+    fastest,
+    other_trainings,
+    rank_recipes,
+    smallest_hardware,
+    with_resharding,
+)
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.planner.hand_trace import Hand
@@ -50,8 +58,11 @@ class ModelTracer:
         gib = KEPT["inputs on the host" if fsdp.activation_checkpointing_offload else fsdp.activation_checkpointing]
         sequence, sliced = recipe.parallelism.sp_size, recipe.kernels.mlp_slice_tokens is not None
         kept = int(gib * micro * GIB) * recipe.data.max_length // 128 // sequence // (2 if sliced else 1)
+        stays_gathered = fsdp.reshard_after_backward is False and accumulation > 1
+        kept += self.state_bytes // 4 if stays_gathered else 0  # the parameters, of a state with gradients and two moments
         hand.hold(1, kept)
-        for index in range(min(2, accumulation)):
+        traced = min(3 if stays_gathered else 2, accumulation)
+        for index in range(traced):
             attention = (recipe.data.max_length / 128) ** 2
             hand.op(
                 "mm",
@@ -62,13 +73,14 @@ class ModelTracer:
                 hand.op("copy_to_device", moved=10**10, micro=index)
             talk = {"FULL_SHARD": 2, "SHARD_GRAD_OP": 1, "NO_SHARD": 1}[fsdp.sharding_strategy]
             group = "shard" if recipe.is_sharded else "replicate"
+            talk = talk - 1 if stays_gathered and index else talk
             hand.collective("all_reduce", talk * GIB, group=group, micro=index).wait(0, 1)
         hand.hold(1, -kept)
         return hand.trace(
             micro_batch=micro,
             tokens=recipe.data.max_length,
             accumulation=accumulation,
-            traced_micro_batches=min(2, accumulation),
+            traced_micro_batches=traced,
             topology=recipe.topology,
             is_sharded=recipe.is_sharded,
         )
@@ -142,9 +154,28 @@ def test_micro_batches_end_with_the_first_that_does_not_fit() -> None:
 
 def test_layout_is_traced_once_for_all_micro_batches() -> None:
     ranking, tracer = ranked(8)
-    assert len(tracer.seen) == 9 * 2, "with whole logits and in slices"
+    kept = [recipe for recipe in tracer.seen if recipe.fsdp.reshard_after_backward is False]
+    assert len(tracer.seen) == 9 * 2 + len(kept), "with whole logits and in slices"
     assert len({recipe.training.per_device_train_batch_size for recipe in tracer.seen}) == 1
     assert len({each.recipe.training.per_device_train_batch_size for each in ranking.ranked}) > 1
+
+
+def test_fastest_layouts_that_accumulate_are_planned_with_fewer_gathers() -> None:
+    """Only two of them, since each is another trace, and no micro-batch of a step without accumulation."""
+    recipe, tracer = resolved(), ModelTracer(80)
+    found = fastest(Search(A100, tracer), recipe, tracer.trace(recipe))
+    traced = [each for each in tracer.seen if each.fsdp.reshard_after_backward is False]
+    assert len(traced) == KEPT_LAYOUTS
+    assert {each.training.gradient_accumulation_steps for each in traced} == {3}, "the first, the last and one between"
+    kept = [each for each in found if each.recipe.fsdp.reshard_after_backward is False]
+    assert kept
+    for each in kept:
+        assert each.plan.recipe_changes["fsdp.reshard_after_backward"] is False
+        assert each.recipe.training.gradient_accumulation_steps != 1
+        assert each.recipe.is_sharded
+        (freed,) = (other for other in found if other.recipe == with_resharding(each.recipe, after_backward=True))
+        assert each.plan.device_gib > freed.plan.device_gib
+        assert (each.plan.step_seconds or 0) < (freed.plan.step_seconds or 0)
 
 
 def test_undecided_loss_is_tried_with_full_logits_and_in_slices() -> None:

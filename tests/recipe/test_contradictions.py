@@ -27,6 +27,8 @@ CONTRADICTIONS = [
     ("fsdp:\n  offload_params: true\n  sharding_strategy: NO_SHARD", 4, "line 5"),
     ("fsdp:\n  reshard_after_forward: true\n  sharding_strategy: SHARD_GRAD_OP", 4, "line 5"),
     ("fsdp:\n  reshard_after_forward: false\n  sharding_strategy: HYBRID_SHARD", 4, "line 5"),
+    ("fsdp:\n  offload_params: true\n  reshard_after_backward: false", 5, "line 4"),
+    ("fsdp:\n  reshard_after_backward: false\n  version: 1", 4, "line 5"),
     ("precision: {reduce_dtype: bf16}\nfsdp: {sharding_strategy: NO_SHARD}", 3, "line 4"),
     ("fsdp:\n  backward_prefetch: BACKWARD_POST\n  version: 2", 4, "line 5"),
     ("fsdp:\n  backward_prefetch: 2\n  version: 1", 4, "line 5"),
@@ -58,6 +60,8 @@ CONTRADICTIONS = [
     ("lora: {}\nquantization: {load: nf4, double_quant: true}", 4, "several ranks"),
     ("launch: {device: cpu}\nkernels: {loss: liger}", 4, "for GPUs"),
     ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", 4, "loss scale"),
+    ("training: {loss: dft, label_smoothing_factor: 0.1}", 3, "no single target"),
+    ("training: {loss: dft}\nkernels: {loss: liger}", 4, "weights each token"),
     ("fsdp: {auto_wrap_policy: MODULE_NAMES_WRAP}", 3, "empty"),
     ("training:\n  warmup_steps: 10\n  max_steps: 10", 4, "line 5"),
     ("training: {eval_strategy: steps}", 3, "no `data.eval`"),
@@ -269,6 +273,9 @@ INACTIVE_EXAMPLES = [
     "fsdp: {activation_checkpointing_offload: true}",
     "fsdp: {sharding_strategy: NO_SHARD, version: 2}",
     "parallelism: {dp_shard_size: 1}\nfsdp: {sharding_strategy: NO_SHARD}",
+    "training: {gradient_accumulation_steps: 2}\nfsdp: {sharding_strategy: NO_SHARD, reshard_after_backward: false}",
+    "fsdp: {reshard_after_backward: false}",
+    "fsdp: {reshard_after_backward: auto}\ntraining: {gradient_accumulation_steps: 1}",
     "training: {max_steps: 5, num_train_epochs: 2}",
     "training: {save_strategy: epoch, save_steps: 5}",
     "training: {eval_steps: 5}",
@@ -309,7 +316,8 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
         "model: {name_or_path: a}\ndata: {train: [{path: b, weight: 1}, {path: c, weight: 2}],"
         " eval: {rows: 2}, packing: true, on_bad_row: skip}\n"
         f"fsdp: {{activation_checkpointing: full, auto_wrap_policy: {policy}}}\n"
-        "launch: {num_machines: 2, max_restarts: 1, min_machines: 1}\ntraining: {eval_strategy: steps}\nprecision: {mixed_precision: fp8}"
+        "launch: {num_machines: 2, max_restarts: 1, min_machines: 1}\n"
+        "training: {eval_strategy: steps, gradient_accumulation_steps: 2}\nprecision: {mixed_precision: fp8}"
         for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")
     ]
     recipes = [load(text).recipe for text in texts] + [load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe]

@@ -69,6 +69,15 @@ def refused(
         ("fsdp: {version: 1}", "model.frozen_dtype", "fp32", "model.dtype: FSDP1 joins a unit's parameters in one flat tensor"),
         ("precision: {mixed_precision: no}", "merge.dtype", "fp32", "the compute dtype"),
         ("fsdp: {sharding_strategy: SHARD_GRAD_OP}", "fsdp.reshard_after_forward", False, "SHARD_GRAD_OP"),
+        ("fsdp: {reshard_after_backward: auto}", "fsdp.reshard_after_backward", True, "a step has one micro-batch"),
+        (
+            "fsdp: {reshard_after_backward: auto, offload_params: true}\ntraining: {gradient_accumulation_steps: 2}",
+            *("fsdp.reshard_after_backward", True, "only FSDP2 without `fsdp.offload_params` can keep gathered parameters"),
+        ),
+        (
+            "fsdp: {reshard_after_backward: auto}\ntraining: {gradient_accumulation_steps: 2}",
+            *("fsdp.reshard_after_backward", "auto", "a plan decides it from the memory of the ranks"),
+        ),
         ("", "data.num_proc", 16, "min(16, 64 cores)"),
         ("", "data.eval_packing", False, "data.packing"),
     ],

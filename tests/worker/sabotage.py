@@ -23,6 +23,10 @@ def _wrap_option(name: str) -> str:
     return f"fsdp_tune.model.shard.wrap.{name}"
 
 
+def freed_after_every_micro_batch() -> AbstractContextManager[Any]:
+    return patch("torch.distributed.fsdp.FSDPModule.set_reshard_after_backward", lambda *_: None)
+
+
 def no_resharding() -> AbstractContextManager[Any]:
     return patch("fsdp_tune.recipe.schema.recipe.Recipe.reshards_after_forward", property(lambda recipe: False))
 
@@ -144,6 +148,7 @@ def moments_in_bf16() -> AbstractContextManager[Any]:
 
 
 SABOTAGE: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "units are freed after every micro-batch": freed_after_every_micro_batch,
     "units are not resharded": no_resharding,
     "sums in bf16": _policy(reduce_dtype="bfloat16"),
     "computes in bf16": _policy(param_dtype="bfloat16"),

@@ -1,7 +1,8 @@
-"""`eval_loss` is the cross-entropy of the targets, whatever the label smoothing of the training."""
+"""`eval_loss` is the cross-entropy of the targets, whatever the training loss."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from tests.parity.cases import Case
 
 
 @pytest.mark.ranks
-def test_evaluation_is_without_label_smoothing(bench: Bench) -> None:
-    def lines(factor: float) -> tuple[list[float], list[float]]:
-        training: dict[str, Any] = {"learning_rate": 0.0, "max_steps": 1, "eval_steps": 1, "label_smoothing_factor": factor}
+def test_evaluation_is_without_label_smoothing_and_weights(bench: Bench) -> None:
+    def lines(**keys: Any) -> tuple[list[float], list[float]]:
+        training: dict[str, Any] = {"learning_rate": 0.0, "max_steps": 1, "eval_steps": 1, **keys}
         training |= {"warmup_steps": 0, "save_strategy": "no", "witness": "off", "logging_steps": 1}
         case = Case(ranks=1)
         run = bench.written_run(runs.merged(case.recipe(str(bench.model("llama"))), {"training": training}))
@@ -22,7 +23,12 @@ def test_evaluation_is_without_label_smoothing(bench: Bench) -> None:
         found = runs.lines(run)
         return [line["loss"] for line in found if "loss" in line], [line["eval_loss"] for line in found if "eval_loss" in line]
 
-    (plain, evaluated), (smoothed, evaluated_smoothed) = lines(0.0), lines(0.3)
-    assert evaluated == evaluated_smoothed
+    (plain, evaluated), (smoothed, evaluated_smoothed), (weighted, evaluated_weighted) = (
+        lines(),
+        lines(label_smoothing_factor=0.3),
+        lines(loss="dft"),
+    )
+    assert evaluated == evaluated_smoothed == evaluated_weighted
     assert len(evaluated) == 1
     assert smoothed != plain
+    assert weighted[0] <= math.exp(-1), "the most that -p log p can be"

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from fsdp_tune.core.units import enumerated
 from fsdp_tune.migrate.general import (
+    DFT,
     TRAIN,
     UNSUPPORTED_SWITCH,
     Rule,
@@ -422,6 +423,18 @@ def _all(names: Sequence[str], rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names, rule)
 
 
+_DFT_SWITCHES = ("use_dft", "use_dynamic_finetuning", "liger_use_token_scaling")
+
+
+def _fused_loss(ledger: Ledger, path: Path, value: Any) -> None:
+    if is_on(value) and any(is_on(ledger.value(name)) for name in _DFT_SWITCHES):
+        ledger.write(
+            path, {"kernels.loss": "chunked"}, Fate.CONVERTED, "Liger's kernel weights no tokens here; this holds no logits either"
+        )
+    else:
+        implies({"kernels.loss": "liger"})(ledger, path, value)
+
+
 RULES: Rules = {
     "datasets": _datasets(TRAIN),
     "test_datasets": _datasets(("data", "eval")),
@@ -439,7 +452,8 @@ RULES: Rules = {
     "lora_target_modules": _targets,
     "plugins": _plugins,
     **_all(("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation", "liger_swiglu", "liger_rms_norm_gated"), _liger),
-    "liger_fused_linear_cross_entropy": implies({"kernels.loss": "liger"}),
+    "liger_fused_linear_cross_entropy": _fused_loss,
+    **_all(_DFT_SWITCHES, implies({"training.loss": "dft"}, DFT)),
     "cut_cross_entropy": implies({"kernels.loss": "chunked"}, "the logits are not held"),
     "gradient_checkpointing": _recompute,
     "activation_offloading": implies({"fsdp.activation_checkpointing_offload": True}),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from fsdp_tune.migrate.general import (
+    DFT,
     TRAIN,
     UNSUPPORTED_SWITCH,
     Rule,
@@ -16,6 +17,7 @@ from fsdp_tune.migrate.general import (
     chat_template,
     dtype,
     fine_or,
+    implies,
     leave,
     lora_targets,
     off_or,
@@ -147,6 +149,7 @@ SWIFT_RULES: Rules = {
     "new_special_tokens": _new_tokens,
     "interleave_prob": _interleaved,
     "stopping_strategy": same("data.mixture.stopping_strategy"),
+    "enable_dft_loss": implies({"training.loss": "dft"}, DFT),
     "lorap_lr_ratio": same("lora.lr_ratio"),
     "init_weights": same("lora.init_lora_weights"),
     "lora_bias": fine_or(("none",), "off, as it is here", "`lora: {bias: …}` trains biases", "lora", "bias"),
@@ -369,6 +372,16 @@ def _only(loss_on: str) -> Rule:
     return rule
 
 
+_OTHER_LOSS = fine_or(("nll", "chunked_nll"), "it is the loss here too", "the loss is `cross_entropy` or `dft`", "training", "loss")
+
+
+def _loss_type(ledger: Ledger, path: Path, value: object) -> None:
+    if value == "dft":
+        ledger.write(path, {"training.loss": "dft"}, Fate.CONVERTED, DFT)
+    else:
+        _OTHER_LOSS(ledger, path, value)
+
+
 TRL_RULES: Rules = {
     **OF_SCRIPTS,
     **{name: _single(OF_SCRIPTS[name]) for name in ("dataset_name", "dataset_config", "dataset_config_name")},
@@ -392,7 +405,7 @@ TRL_RULES: Rules = {
     "dataset_kwargs": question("arguments of TRL's preparation of the rows", "data"),
     **dict.fromkeys(("use_unsloth", "ignore_bias_buffers"), UNSUPPORTED_SWITCH),
     "activation_offloading": off_or("off", "with recomputed layers it is `fsdp: {activation_checkpointing_offload: true}`"),
-    "loss_type": fine_or(("nll", "chunked_nll"), "it is the loss here too", "the loss is the negative log-likelihood", "kernels", "loss"),
+    "loss_type": _loss_type,
     "shuffle_dataset": leave("rows are shuffled in each epoch"),
     "truncation_mode": fine_or(("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data", "overlong"),
 }

@@ -7,6 +7,7 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 from fsdp_tune.migrate.general import (
+    DFT,
     TRAIN,
     UNSUPPORTED_SWITCH,
     Rule,
@@ -252,7 +253,7 @@ def _training_dtype(ledger: Ledger, path: Path, value: Any) -> None:
 
 _CUT = "prompt and answer of a longer row are cut in proportion there; here its end is, and a row without a trained token is left out"
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "galore_layerwise", "apollo_layerwise")
-_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_llama_pro", "mixture_of_depths", "shift_attn", "pissa_convert", "use_kt")
+_LOSSES = ("use_asft_loss", "use_eaft_loss", "use_llama_pro", "mixture_of_depths", "shift_attn", "pissa_convert", "use_kt")
 _QUANTISED = "weights that are quantised already are not trained: name the original model"
 
 RULES: Rules = {
@@ -278,6 +279,7 @@ RULES: Rules = {
     "use_reentrant_gc": leave("activation checkpointing is always non-reentrant"),
     "upcast_layernorm": leave("norms are trained in `model.dtype`, fp32 by default"),
     **dict.fromkeys(_OPTIMIZERS, off_or("off", "this optimizer is not supported: `adamw_torch_8bit` needs less memory too")),
+    "use_dft_loss": implies({"training.loss": "dft"}, DFT),
     **dict.fromkeys(_LOSSES, UNSUPPORTED_SWITCH),
     **dict.fromkeys(("image_max_pixels", "video_max_pixels", "video_maxlen", "video_fps"), leave(MEDIA)),
     **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"), leave(MEDIA)),

@@ -39,6 +39,8 @@ class LossOptions:
 
     logits: Logits = Logits()
     label_smoothing: float = 0.0
+    dft: bool = False
+    """Weight the loss of each token by its detached probability (`model.step.token_losses`). Liger's kernel cannot."""
     gradient_scale: float = 1.0
     token_losses: torch.Tensor | None = None
     """fp32 [tokens], to be set to the loss of each token; without a gradient. Liger's kernel, which returns only the sum, ignores it."""
@@ -53,7 +55,7 @@ def slice_tokens(tokens: int, vocabulary: int) -> int:
 def summed_linear_loss(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
-    """Return the cross-entropy of `hidden @ weight.T + bias`, summed over the targets that are not -100: an fp32 scalar (nats).
+    """Return the loss of `hidden @ weight.T + bias`, summed over the targets that are not -100: an fp32 scalar (nats).
 
     `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64. Products are
     computed in the dtype of `hidden` (autocast's if enabled), everything else in fp32. Its gradient can be computed only once.
@@ -156,8 +158,12 @@ def _losses_and_gradient(logits: torch.Tensor, targets: torch.Tensor, options: L
     loss = log_total - of_target
     if of_all is not None:
         loss = (1 - smoothing) * loss + smoothing * (log_total - of_all)
-    if differentiate:
-        weight = torch.where(valid, options.gradient_scale, 0.0).unsqueeze(1)
+    weight = torch.where(valid, options.gradient_scale, 0.0).unsqueeze(1) if differentiate else None
+    if options.dft:
+        probability = torch.exp(-loss)  # a constant for the gradient, which is therefore that of the cross-entropy times it
+        loss = loss * probability
+        weight = None if weight is None else weight * probability.unsqueeze(1)
+    if weight is not None:
         logits *= weight / total
         logits.scatter_add_(1, index, (smoothing - 1) * weight)
         if smoothing:

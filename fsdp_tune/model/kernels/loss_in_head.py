@@ -141,7 +141,7 @@ def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel,
         assert hidden.shape[:-1] == state.targets.shape, "a target for every position that the head sees"
         if state.keeps_token_losses:
             state.token_losses = torch.zeros(state.targets.numel(), dtype=torch.float32, device=hidden.device)
-        options = LossOptions(logits, state.label_smoothing, state.gradient_scale, state.token_losses)
+        options = LossOptions(logits, state.label_smoothing, state.dft, state.gradient_scale, state.token_losses)
         weight, bias = head.weight, head.bias
         if not torch.is_grad_enabled():  # the kernels compute gradients in the forward for all inputs that require them
             weight, bias = weight.detach(), None if bias is None else bias.detach()
@@ -156,6 +156,7 @@ def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel,
         *args: Any,
         targets: torch.Tensor | None = None,
         label_smoothing: float = 0.0,
+        dft: bool = False,
         gradient_scale: float = 1.0,
         keeps_token_losses: bool = False,
         **kwargs: Any,
@@ -163,7 +164,7 @@ def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel,
         if targets is None:
             return plain_model(*args, **kwargs)
         state.targets, state.label_smoothing, state.gradient_scale = targets, label_smoothing, gradient_scale
-        state.keeps_token_losses = keeps_token_losses
+        state.dft, state.keeps_token_losses = dft, keeps_token_losses
         try:
             outputs = plain_model(*args, **kwargs)
             assert state.loss is not None, "the model called its head"
@@ -181,6 +182,7 @@ class _State:
     targets: torch.Tensor | None = None
     loss: torch.Tensor | None = None
     label_smoothing: float = 0.0
+    dft: bool = False
     gradient_scale: float = 1.0
     keeps_token_losses: bool = False
     token_losses: torch.Tensor | None = None

@@ -93,7 +93,24 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     _keep_recorded_outputs(model)
     names = {group[0] for group in units.groups if group not in units.keeps_gathered}
     set_prefetch(recipe, [module for name, module in model.named_modules() if name in names])
+    if recipe.fsdp.reshard_after_backward is False:
+        model.set_reshard_after_backward(False)  # type: ignore[operator]  # until `begin_micro_batch` of a step's last one
     return model
+
+
+def begin_micro_batch(recipe: Recipe, wrapped: nn.Module, *, is_last: bool) -> None:
+    """Set what FSDP2 does after the backward of the next micro-batch; `is_last` of its step. No-op for DDP and FSDP1.
+
+    Under HSDP every micro-batch reduces inside a replica, and only the last one crosses between replicas. With
+    `reshard_after_backward: false` only the last one frees gathered parameters: the optimizer then updates the shards, so a unit that
+    stayed gathered would compute the next step with old weights.
+    """
+    if not isinstance(wrapped, FSDPModule):
+        return
+    if recipe.is_hybrid:
+        wrapped.set_requires_all_reduce(is_last)
+    if recipe.fsdp.reshard_after_backward is False:
+        wrapped.set_reshard_after_backward(is_last)
 
 
 def _wrap_holder(

@@ -90,6 +90,7 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
     """Return the searched keys in which two resolved recipes differ, with the values of `other`."""
     keys = [
         "fsdp.sharding_strategy",
+        "fsdp.reshard_after_backward",
         "fsdp.activation_checkpointing",
         "fsdp.activation_checkpointing_offload",
         "fsdp.offload_params",
@@ -132,8 +133,20 @@ def layouts(recipe: Recipe, *, offload: Offload) -> Iterator[Changes]:
 def layout(recipe: Recipe, strategy: str, checkpointing: str) -> Changes:
     """Return the changes to a strategy and a kind of recomputation, with nothing offloaded and decoder layers as units."""
     changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
+    changes["fsdp.reshard_after_backward"] = True
     changes |= {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
     return changes | ({"fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if recipe.fsdp.auto_wrap_policy == "NO_WRAP" else {})
+
+
+def fewer_gathers(recipe: Recipe) -> Changes | None:
+    """Return the changes to a layout with parameters that stay gathered between micro-batches; None where that is refused or changes
+    nothing."""
+    fsdp = recipe.fsdp
+    has_effect = recipe.is_sharded and fsdp.version == 2 and recipe.training.gradient_accumulation_steps != 1
+    if not has_effect or fsdp.offload_params or fsdp.reshard_after_backward is False:
+        return None
+    inputs = {"fsdp.activation_checkpointing_offload": fsdp.activation_checkpointing_offload, "kernels.loss": recipe.kernels.loss}
+    return layout(recipe, fsdp.sharding_strategy, fsdp.activation_checkpointing) | inputs | {"fsdp.reshard_after_backward": False}
 
 
 def sequence_sizes(recipe: Recipe, heads: int, ranks: int) -> list[int]:

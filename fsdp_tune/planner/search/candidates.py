@@ -68,8 +68,9 @@ class Search:
         traced: list[Recipe] = []
         for changes in wanted:
             lean = changed(base, changes | batch_changes(*batches[0]))
-            # With accumulation if any of the batches accumulates.
-            family = changed(base, changes | batch_changes(prime, min(2, batches[0][1])))
+            # With accumulation if any of the batches accumulates; a micro-batch between may differ from the last one.
+            most = 3 if _keeps_gathered(changes) else 2
+            family = changed(base, changes | batch_changes(prime, min(most, batches[0][1])))
             if lean is None or family is None:
                 continue
             if least_state_bytes(lean, counts) + CONTEXT_BYTES <= self.hardware.usable_bytes:
@@ -89,18 +90,26 @@ class Search:
             recipe = changed(base, changes | batch_changes(micro, accumulation))
             if recipe is None or (in_slices and micro * base.data.max_length <= in_slices):
                 continue
+            if accumulation == 1 and _keeps_gathered(changes):
+                continue  # the layout without it
             found.append(self.price(recipe, at_micro_batch(at_prime, micro, accumulation), base))
             if found[-1].plan.fits == "no":
                 break
         return found
 
 
+def _keeps_gathered(changes: Changes) -> bool:
+    return changes.get("fsdp.reshard_after_backward") is False
+
+
 def describe(changes: Changes) -> str:
     words = {
         key: key.split(".")[1] if value is True else str(value)
         for key, value in changes.items()
-        if value is not False and value is not None
+        if value is not False and value is not None and key != "fsdp.reshard_after_backward"
     }
+    if _keeps_gathered(changes):
+        words["fsdp.reshard_after_backward"] = "gathered between micro-batches"
     return ", ".join(word for key, word in words.items() if key != "fsdp.auto_wrap_policy")
 
 

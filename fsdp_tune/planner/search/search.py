@@ -1,6 +1,7 @@
 """Search the best recipe for given GPUs and a target: fastest, cheapest, longest rows. Pure.
 
-Also resolves `fsdp.activation_checkpointing: auto`: the least recomputation with which a recipe fits.
+Also resolves `fsdp.activation_checkpointing: auto`, the least recomputation with which a recipe fits, and
+`fsdp.reshard_after_backward: auto`, false if it fits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fsdp_tune.planner.search.alternatives import (
     batch_changes,
     changed,
     differences,
+    fewer_gathers,
     is_refused,
     layouts,
     same_global_batch,
@@ -29,9 +31,10 @@ from fsdp_tune.planner.search.candidates import PlannedRecipe, Search, any_fits,
 from fsdp_tune.planner.search.long_rows import less_recomputed, longest
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
+from fsdp_tune.recipe.schema.keys import value_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-KEY = "fsdp.activation_checkpointing"
+RECOMPUTATION, RESHARDING = "fsdp.activation_checkpointing", "fsdp.reshard_after_backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A recipe with recomputation decided."""
+    """A recipe with recomputation and resharding decided."""
 
     recipe: Recipe
     reasons: dict[str, str]
@@ -57,25 +60,42 @@ class Decided:
     notices: tuple[Notice, ...] = ()
 
 
-def is_undecided(recipe: Recipe) -> bool:
-    """Return whether a plan must decide the recomputation."""
-    return recipe.fsdp.activation_checkpointing == "auto"
+def undecided(recipe: Recipe) -> list[str]:
+    """Return the keys of a resolved recipe that a plan must decide."""
+    return [key for key in (RECOMPUTATION, RESHARDING) if value_of(recipe, key) == "auto"]
 
 
 def decide(recipe: Recipe, budget: MemoryBudget | None, trace: Callable[[Recipe], Trace]) -> Decided:
-    """Return the recipe with the least recomputation that fits the budget.
+    """Return the recipe with the least recomputation that fits the budget, and then with fewer gathers if they fit.
 
     `recipe` is otherwise resolved. If the budget is unknown, or `trace` raises FsdpTuneError or ValueError (the model cannot be
-    traced), everything is recomputed, with a notice: a slow run is better than one out of memory.
+    traced), everything is recomputed and resharded, with a notice: a slow run is better than one out of memory.
     """
-    if not is_undecided(recipe):
+    if not undecided(recipe):
         return Decided(recipe, {})
     if budget is None:
-        return _fully_recomputed(recipe, "the memory of a rank is unknown")
+        return _decided_for_safety(recipe, "the memory of a rank is unknown")
     try:
-        return least_recomputation(recipe, budget, trace)
+        return decide_by_memory(recipe, budget, trace)
     except (FsdpTuneError, ValueError) as error:
-        return _fully_recomputed(recipe, f"the step could not be traced: {error}")
+        return _decided_for_safety(recipe, f"the step could not be traced: {error}")
+
+
+def decide_by_memory(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Recipe], Trace]) -> Decided:
+    """Return `decide` for a known budget. Raises: FsdpTuneError or ValueError if the model cannot be traced."""
+    found = Decided(recipe, {})
+    if RECOMPUTATION in undecided(recipe):
+        found = least_recomputation(
+            with_resharding(recipe, after_backward=True) if RESHARDING in undecided(recipe) else recipe, budget, trace
+        )
+    if RESHARDING not in undecided(recipe):
+        return found
+    kept = with_resharding(found.recipe, after_backward=False)
+    fits = fit_into(trace(kept), budget.usable_bytes, workspace_bytes=budget.workspace_bytes)
+    if fits.answer == "yes":
+        return replace(found, recipe=kept, reasons=found.reasons | {RESHARDING: f"it fits {budget.name}: {fits.because}"})
+    because = f"parameters that stay gathered between micro-batches would take {fits.because}"
+    return replace(found, recipe=with_resharding(found.recipe, after_backward=True), reasons=found.reasons | {RESHARDING: because})
 
 
 def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Recipe], Trace]) -> Decided:
@@ -88,21 +108,37 @@ def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[R
         found = fit_into(trace(with_recomputation(recipe, kind)), budget.usable_bytes, workspace_bytes=budget.workspace_bytes)
         if found.answer == "yes":
             without = f"; {tried[-1][0]} would take {tried[-1][1].because}" if tried else ""
-            return Decided(with_recomputation(recipe, kind), {KEY: f"the least that fits {budget.name}: {found.because}{without}"})
+            return Decided(
+                with_recomputation(recipe, kind), {RECOMPUTATION: f"the least that fits {budget.name}: {found.because}{without}"}
+            )
         tried.append((kind, found))
     kind, least = min(tried, key=lambda each: each[1].device_bytes)
     message = f"the recipe may not fit {budget.name} with any activation checkpointing; {kind} needs least: {least.because}"
     notice = Notice("recomputation-is-not-enough", message, hint="`fsdp-tune plan` ranks recipes that fit")
-    return Decided(with_recomputation(recipe, kind), {KEY: f"needs least memory: {least.because}"}, (notice,))
+    return Decided(with_recomputation(recipe, kind), {RECOMPUTATION: f"needs least memory: {least.because}"}, (notice,))
 
 
 def with_recomputation(recipe: Recipe, kind: str) -> Recipe:
     return recipe.model_copy(update={"fsdp": recipe.fsdp.model_copy(update={"activation_checkpointing": kind})})
 
 
-def _fully_recomputed(recipe: Recipe, why: str) -> Decided:
-    notice = Notice("recomputation-not-planned", f"`{KEY}: auto` became full: {why}", hint="write none, selective or full")
-    return Decided(with_recomputation(recipe, "full"), {KEY: f"full, to be safe: {why}"}, (notice,))
+def with_resharding(recipe: Recipe, *, after_backward: bool) -> Recipe:
+    return recipe.model_copy(update={"fsdp": recipe.fsdp.model_copy(update={"reshard_after_backward": after_backward})})
+
+
+def _decided_for_safety(recipe: Recipe, why: str) -> Decided:
+    reasons: dict[str, str] = {}
+    notices: list[Notice] = []
+    for key in undecided(recipe):
+        if key == RECOMPUTATION:
+            recipe, became, hint = with_recomputation(recipe, "full"), "full", "write none, selective or full"
+            code = "recomputation-not-planned"
+        else:
+            recipe, became, hint = with_resharding(recipe, after_backward=True), "true", "write true or false"
+            code = "resharding-not-planned"
+        reasons[key] = f"{became}, to be safe: {why}"
+        notices.append(Notice(code, f"`{key}: auto` became {became}: {why}", hint=hint))
+    return Decided(recipe, reasons, tuple(notices))
 
 
 SHOWN = 12
@@ -144,7 +180,22 @@ def fastest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
         found += search.layouts(base, trace, layouts(base, offload=offload))
         if any_fits(found):
             break
-    return found
+    return [*found, *_with_fewer_gathers(search, base, trace, found)]
+
+
+KEPT_LAYOUTS = 2
+
+
+def _with_fewer_gathers(search: Search, base: Recipe, trace: Trace, found: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
+    """Plan the fastest layouts that accumulate once more, with parameters that stay gathered between micro-batches."""
+    wanted: list[Changes] = []
+    for each in sorted(found, key=rank):
+        changes = fewer_gathers(each.recipe)
+        if each.plan.fits != "yes" or len(wanted) == KEPT_LAYOUTS:
+            break
+        if changes is not None and changes not in wanted:
+            wanted.append(changes)
+    return search.layouts(base, trace, wanted) if wanted else []
 
 
 def cheapest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
@@ -284,12 +335,14 @@ def _less_recomputation(recipe: Recipe) -> tuple[str, ...]:
 
 def _layout_of(found: PlannedRecipe) -> tuple[Any, ...]:
     fsdp, others = found.recipe.fsdp, (found.recipe.topology.row_size, found.recipe.kernels.mlp_slice_tokens is None)
-    return fsdp.sharding_strategy, fsdp.activation_checkpointing, fsdp.activation_checkpointing_offload, fsdp.offload_params, *others
+    keys = (fsdp.sharding_strategy, fsdp.reshard_after_backward, fsdp.activation_checkpointing)
+    return *keys, fsdp.activation_checkpointing_offload, fsdp.offload_params, *others
 
 
 def _name(recipe: Recipe) -> str:
     fsdp = recipe.fsdp
     strategy = fsdp.sharding_strategy + (" + offload" if fsdp.offload_params else "")
+    strategy += ", gathered between micro-batches" if fsdp.reshard_after_backward is False else ""
     inputs = ", inputs on the host" if fsdp.activation_checkpointing_offload else ""
     slices = f", MLP in slices of {recipe.kernels.mlp_slice_tokens:,}" if recipe.kernels.mlp_slice_tokens is not None else ""
     sharing = recipe.topology.row_size

@@ -31,12 +31,14 @@ from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.local import plain_name
 from fsdp_tune.model.shard.process_groups import join_groups, make_groups, make_mesh
+from fsdp_tune.model.shard.wrap import begin_micro_batch
 from fsdp_tune.model.step import (
     auxiliary_loss_weight,
     clip_factor,
     compute_context,
     flat_shard_group,
     forward_backward,
+    loss_options,
     micro_batch_loss,
     scale_gradients,
     total_norm,
@@ -69,10 +71,12 @@ class Run:
 def traced_micro_batches(recipe: Recipe) -> int:
     """Return the number of traced micro-batches: the first, the last, and one in place of those between if it differs from the last.
 
-    It differs where ranks sum gradients in the last one alone: those between hold all gradients of the model until their end.
+    It differs where ranks sum gradients in the last one alone, so that those between hold all gradients of the model until their end, and
+    where only the last one frees gathered parameters.
     """
     of_step = recipe.training.gradient_accumulation_steps or 1
-    return min(2 if _sums_each(recipe) and not recipe.is_hybrid else 3, of_step)
+    is_like_last = _sums_each(recipe) and not recipe.is_hybrid and recipe.fsdp.reshard_after_backward is not False
+    return min(2 if is_like_last else 3, of_step)
 
 
 def _sums_each(recipe: Recipe) -> bool:
@@ -210,8 +214,7 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
     synchronise = last or _sums_each(recipe)
     if isinstance(wrapped, FSDPModule):
         wrapped.set_requires_gradient_sync(synchronise)
-        if recipe.is_hybrid:
-            wrapped.set_requires_all_reduce(last)
+        begin_micro_batch(recipe, wrapped, is_last=last)
     batch = _batch(recipe, where, recipe.training.per_device_train_batch_size, is_packed=recipe.data.packing)
     for tensor in batch.values():
         recorder.mark(tensor, "inputs")
@@ -219,8 +222,8 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
     scale = FAKE_FP16_SCALE if recipe.precision.mixed_precision == "fp16" else None
     weight = auxiliary_loss_weight(loaded.model)
     with no_sync:
-        smoothing = training_value(recipe.training, "label_smoothing_factor")
-        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, label_smoothing=smoothing)
+        options = {"auxiliary": weight, "loss_scale": scale, **loss_options(recipe)}
+        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, **options)
     del loss, loss_sum, batch
     fake_gpu.forget_weights()
     recorder.place.layer, recorder.place.module, recorder.place.in_head = -1, "", False

@@ -87,6 +87,13 @@ def strategy_agrees(recipe: Recipe) -> Iterator[Finding]:
         message = "`fsdp.offload_params: true` needs sharded parameters, and `fsdp.sharding_strategy: NO_SHARD` (plain DDP) has none"
         keys, hint = ("fsdp.offload_params", "fsdp.sharding_strategy"), "use FULL_SHARD, or leave `offload_params` out"
         yield Finding("contradiction", keys, message, hint)
+    if fsdp.offload_params and fsdp.reshard_after_backward is False:
+        message = (
+            "`fsdp.offload_params: true` keeps parameters in host memory, and `fsdp.reshard_after_backward: false` keeps all of them, "
+            "gathered, on the device between micro-batches"
+        )
+        keys = ("fsdp.reshard_after_backward", "fsdp.offload_params")
+        yield Finding("contradiction", keys, message, "leave `reshard_after_backward` out")
     if not recipe.is_sharded and recipe.precision.reduce_dtype != "fp32":
         value = f"`precision.reduce_dtype: {recipe.precision.reduce_dtype}`"
         message = f"{value} has no effect under `NO_SHARD`: DDP sums gradients in their own dtype"
@@ -125,6 +132,7 @@ def fsdp_version(recipe: Recipe) -> Iterator[Finding]:
         "model.frozen_dtype": bool(model.freeze)
         and model.frozen_dtype not in ("auto", model.dtype)
         and f"`model.frozen_dtype: {model.frozen_dtype}` with `model.dtype: {model.dtype}`",
+        "fsdp.reshard_after_backward": fsdp.reshard_after_backward is False and "`fsdp.reshard_after_backward: false`",
         "fsdp.reshard_after_forward": type(fsdp.reshard_after_forward) is int
         and f"`fsdp.reshard_after_forward: {fsdp.reshard_after_forward}` (ranks)",
     }

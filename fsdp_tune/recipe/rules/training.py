@@ -264,7 +264,21 @@ def push_is_of_the_merged_model(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", ("training.push_to_hub", "merge.at_end"), message, hint)
 
 
+def dft_is_of_plain_targets(recipe: Recipe) -> Iterator[Finding]:
+    """The weight of a token is the probability of its target, which a smoothed loss does not give; Liger's kernel returns only the sum."""
+    if recipe.training.loss != "dft":
+        return
+    smoothing = training_value(recipe.training, "label_smoothing_factor")
+    if smoothing:
+        message = f"`training.loss: dft` weights a token by its target, and `label_smoothing_factor: {smoothing}` has no single target"
+        keys = ("training.loss", "training.label_smoothing_factor")
+        yield Finding("contradiction", keys, message, "leave `label_smoothing_factor` out")
+    if recipe.kernels.loss == "liger":
+        message = "`kernels.loss: liger` returns only the sum of the losses, and `training.loss: dft` weights each token"
+        yield Finding("contradiction", ("kernels.loss", "training.loss"), message, "write `kernels: {loss: chunked}`, or leave it at auto")
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     *(evaluation_has_data, best_model_is_evaluated, best_metric_is_measured),
-    *(trackers_are_known, token_budget_fits, push_is_of_the_merged_model),
+    *(trackers_are_known, token_budget_fits, push_is_of_the_merged_model, dft_is_of_plain_targets),
 )

@@ -27,6 +27,14 @@ def _is_weighted_mixture(recipe: Recipe) -> bool:
     return weighted and len(recipe.data.train) > 1
 
 
+def _has_one_micro_batch(recipe: Recipe) -> bool:
+    """Return whether a step has one micro-batch on any number of ranks."""
+    training = recipe.training
+    if training.per_device_train_batch_tokens is not None or training.global_batch_size is not None:
+        return False
+    return training.gradient_accumulation_steps in (None, 1)
+
+
 def _saves_by_steps(recipe: Recipe) -> bool:
     return training_value(recipe.training, "save_strategy") in {"steps", "best"}
 
@@ -51,10 +59,15 @@ INACTIVE = (
     Inactive(
         (
             *("fsdp.version", "fsdp.auto_wrap_policy", "fsdp.ignored_modules", "fsdp.forward_prefetch", "fsdp.backward_prefetch"),
-            *("fsdp.cpu_ram_efficient_loading", *(f"parallelism.{key}" for key in DATA_KEYS)),
+            *("fsdp.cpu_ram_efficient_loading", *(f"parallelism.{key}" for key in DATA_KEYS), "fsdp.reshard_after_backward"),
         ),
         lambda recipe: not recipe.is_sharded,
         "`fsdp.sharding_strategy` is NO_SHARD, which is plain DDP",
+    ),
+    Inactive(
+        ("fsdp.reshard_after_backward",),
+        lambda recipe: recipe.is_sharded and _has_one_micro_batch(recipe),
+        "a step has one micro-batch (`training.gradient_accumulation_steps`)",
     ),
     Inactive(("data.roles",), _formats_are_among("text", "alpaca", "segments", "tokenized"), "no format of the data has roles"),
     Inactive(("data.special_tokens_in_content",), _formats_are_among("tokenized"), "all data are token ids"),

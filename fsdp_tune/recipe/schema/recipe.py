@@ -122,6 +122,8 @@ class Fsdp(Section):
     """FULL_SHARD (ZeRO-3) | SHARD_GRAD_OP (ZeRO-2) | HYBRID_SHARD | HYBRID_SHARD_ZERO2 | NO_SHARD (plain DDP)."""
     reshard_after_forward: bool | Whole | None = None
     """null = from the strategy; true | false | ranks; must agree with it."""
+    reshard_after_backward: bool | Auto = True
+    """false: free gathered parameters only after the last micro-batch of a step: fewer gathers, more memory; auto = false if it fits."""
     auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "MODULE_NAMES_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
     """FSDP units: decoder layers, modules by size, modules by name, or the root alone."""
     transformer_layer_cls_to_wrap: Text | list[Text] | None = None
@@ -209,6 +211,8 @@ class Training(Section):
     """null = per_device_train_batch_size."""
     gradient_accumulation_steps: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
     """Micro-batches per step; null = from global_batch_size, else 1."""
+    loss: Annotated[Literal["cross_entropy", "dft"], Effect(NUMBERS, TRAJECTORY)] = "cross_entropy"
+    """Training loss of a token; dft = cross-entropy times its detached probability (dynamic fine-tuning); `eval_loss` is cross-entropy."""
     learning_rate: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 2.0e-5
     """Peak learning rate."""
     parameter_groups: Annotated[list[ParameterGroup], Effect(NUMBERS, TRAJECTORY)] = []

@@ -72,6 +72,8 @@ class LoopSettings:
     """(pattern of names, learning rate, weight decay); the first that matches counts, None leaves the common value."""
     schedule: str = "cosine"
     label_smoothing: float = 0.0
+    dft: bool = False
+    """The loss of a token is multiplied by its probability, without a gradient through it."""
     frozen: tuple[str, ...] = ()
     """Patterns of parameter names that are not trained."""
     seed: int = 42
@@ -228,7 +230,7 @@ def _accumulate(model: nn.Module, settings: LoopSettings, rows: list[Row]) -> tu
     tokens = sum(ids.shape[1] for ids, _ in examples)
     total, gradients = 0.0, dict[str, torch.Tensor]()
     for ids, labels in examples:
-        loss, balance = _losses(model, settings.compute_dtype, (ids, labels), settings.label_smoothing)
+        loss, balance = _losses(model, settings.compute_dtype, (ids, labels), settings.label_smoothing, dft=settings.dft)
         (loss / targets + balance * ids.shape[1] / tokens).backward()
         total += float(loss.detach())
         for name, parameter in model.named_parameters():
@@ -244,7 +246,7 @@ def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _losses(
-    model: nn.Module, compute_dtype: torch.dtype, example: Example, label_smoothing: float = 0.0
+    model: nn.Module, compute_dtype: torch.dtype, example: Example, label_smoothing: float = 0.0, *, dft: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the summed token loss of an example, and its load-balancing loss times the coefficient (0 for a dense model)."""
     ids, labels = example
@@ -255,7 +257,8 @@ def _losses(
     supervised = [at for at, label in enumerate(labels.tolist()) if at > 0 and label != -100]
     balance = getattr(outputs, "aux_loss", None)
     before = [at - 1 for at in supervised]
-    loss = -log_probabilities[before, labels[supervised]].sum()
+    of_targets = log_probabilities[before, labels[supervised]]
+    loss = -(of_targets * of_targets.detach().exp() if dft else of_targets).sum()
     if label_smoothing:
         loss = (1 - label_smoothing) * loss - label_smoothing * log_probabilities[before].mean(dim=-1).sum()
     if balance is None:
@@ -288,6 +291,7 @@ def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[i
         betas=(training_value(training, "adam_beta1"), training_value(training, "adam_beta2")),
         epsilon=training_value(training, "adam_epsilon"),
         max_grad_norm=training_value(training, "max_grad_norm"),
+        dft=training.loss == "dft",
         seed=training.data_seed,
         packed=recipe.data.packing,
         compute_dtype=compute_dtype,

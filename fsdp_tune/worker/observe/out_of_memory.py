@@ -193,6 +193,8 @@ def device_ways(recipe: Recipe, moment: Moment) -> Iterator[str]:
     if moment.phase in ("saving", "probing a save") and recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
         yield "fsdp.state_dict_type: SHARDED_STATE_DICT: no rank gathers the full model to save it"
     largest = next(iter(moment.live), REST)
+    if recipe.fsdp.reshard_after_backward is False and (recipe.training.gradient_accumulation_steps or 1) > 1:
+        yield "fsdp.reshard_after_backward: true (now false): no rank keeps gathered parameters between micro-batches"
     first, second = (_less_activation, _less_state) if largest == REST else (_less_state, _less_activation)
     yield from first(recipe)
     yield from second(recipe)

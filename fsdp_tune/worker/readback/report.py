@@ -187,6 +187,7 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
     return {
         "placements": _parsed(placements),
         "reshard_after_forward": _only({unit.reshard_after_forward for unit in layers}) if layers else None,
+        "reshard_after_backward": _only({group.reshard_after_backward for group in fsdp_groups(loaded.model)}),
         "compute_dtype": _of_all(unit.param_dtype or storage for unit in cast),
         "cast_although_kept": [unit.modules[0] for unit in as_stored if unit.param_dtype is not None],
         "reduce_dtype": _of_all(unit.reduce_dtype for unit in units),

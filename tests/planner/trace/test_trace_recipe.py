@@ -149,6 +149,12 @@ def test_trace_of_muon_has_its_state_products_and_collectives() -> None:
         ),
         pytest.param(
             9,
+            {"fsdp": {"reshard_after_backward": False}, "training": {"gradient_accumulation_steps": 3}},
+            id="gathered between micro-batches",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            9,
             {"fsdp": {"sharding_strategy": "SHARD_GRAD_OP", "sync_each_batch": False}, "training": {"gradient_accumulation_steps": 3}},
             id="accumulated",
             marks=pytest.mark.slow,
@@ -181,6 +187,26 @@ def test_micro_batches_under_ddp_add_up_in_the_buckets_of_a_single_rank(ranks: i
     gradients = np.where(trace.events["kind"] == KINDS.index("gradients"), trace.events["bytes"], 0)
     assert np.cumsum(gradients).max() == sets * trace.counts.parameter_bytes
     assert ranks == 1 or {GROUPS[group] for group in trace.collectives["group"]} == {"world"}
+
+
+@pytest.mark.parametrize(("strategy", "gathers_again"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", False)])
+def test_parameters_that_stay_gathered_cost_memory_and_save_gathers(strategy: str, gathers_again: bool) -> None:
+    """A micro-batch after the first gathers nothing, or under FULL_SHARD what its forward freed; nothing is gathered after the step."""
+    fsdp = {"sharding_strategy": strategy, "reshard_after_backward": False}
+    recipe = recipe_of("llama", fsdp=fsdp, training={"gradient_accumulation_steps": 8})
+    trace = trace_of(recipe)
+    assert trace.shapes.traced_micro_batches == traced_micro_batches(recipe) == 3, "one between differs from the last"
+    events, collectives = trace.events, trace.steady(trace.collectives)
+    is_gather = collectives["kind"] == COLLECTIVES.index("all_gather")
+    first, *others = (int(collectives["bytes"][is_gather & (collectives["micro"] == micro)].sum()) for micro in range(3))
+    gathered = np.cumsum(np.where(events["kind"] == KINDS.index("gathered units"), events["bytes"], 0))
+    starts = [int(gathered[np.flatnonzero((events["step"] == 1) & (events["micro"] == micro))[0] - 1]) for micro in range(3)]
+    everything = first - others[0]
+    assert starts == [0, everything, everything]
+    assert everything >= trace.counts.parameter_bytes
+    assert others[0] == others[1]
+    assert (others[0] > 0) == gathers_again
+    assert gathered[-1] == 0
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,12 @@ def test_message_has_the_module_whose_forward_was_running(tmp_path: Path) -> Non
     assert moment.as_dict()["module"] == "model.layers.3.mlp"
 
 
+def test_gathered_parameters_are_freed_before_anything_else_changes(tmp_path: Path) -> None:
+    keys = ("fsdp.reshard_after_backward=false", "training.gradient_accumulation_steps=2", "training.global_batch_size=null")
+    for moment in (ACTIVATIONS, MODEL_STATE):
+        assert ways(tmp_path, moment, *keys)[0] == "fsdp.reshard_after_backward"
+
+
 def test_activation_changes_are_suggested_first(tmp_path: Path) -> None:
     assert ways(tmp_path, ACTIVATIONS, "training.per_device_train_batch_size=8", "precision.mixed_precision=no") == [
         "training.per_device_train_batch_size",

@@ -144,6 +144,7 @@ class Sabotaged:
 CASES = {
     "units and dtypes": Sabotaged(
         {
+            "units are freed after every micro-batch": "reshard_after_backward: the recipe means False, the run has True",
             "units are not resharded": "reshard_after_forward: the recipe means True, the run has False",
             "sums in bf16": "reduce_dtype: the recipe means 'float32', the run has 'bfloat16'",
             "computes in bf16": "compute_dtype: the recipe means 'float32', the run has 'bfloat16'",
@@ -154,7 +155,7 @@ CASES = {
             "stored in bf16": "parameter_dtype: the recipe means 'float32', the run has 'bfloat16'",
             "nothing is frozen": "frozen",
         },
-        Case(recomputation="full", fsdp=(("forward_prefetch", 2), ("backward_prefetch", 2))),
+        Case(recomputation="full", fsdp=(("forward_prefetch", 2), ("backward_prefetch", 2), ("reshard_after_backward", False))),
         {"model": {"attn_implementation": "eager", "freeze": ["model.embed_tokens.*"]}},
     ),
     "output and layers": Sabotaged(
