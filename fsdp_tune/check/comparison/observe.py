@@ -53,7 +53,9 @@ from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config
+from fsdp_tune.model.mixers import packs, separate_documents
 from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.model.step import (
     auxiliary_loss_weight,
@@ -290,6 +292,8 @@ class Side:
         recipe = self._one_process()
         config = model_config(recipe)
         model = build_full(recipe, config, vocabulary=self.vocabulary)
+        if packs(recipe):
+            separate_documents(model)
         if self.shows_defaults and not self.is_full and recipe.model.name_or_path is not None:
             loaded = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path)
             self.stages["defaults"] = StageFacts({"parameters": str(loaded.dtype).removeprefix("torch.")})
@@ -406,7 +410,7 @@ class Side:
         losses: dict[str, Any] = {}
         for row in rows:
             batch = self._batch(model, [row])
-            with compute_context(recipe, "cpu"):
+            with rows_known(model, batch), compute_context(recipe, "cpu"):
                 logits = cast(Any, model)(**model_inputs(batch), use_cache=False).logits
             used = logits[0, : len(row.input_ids)].float()
             columns = torch.linspace(0, used.shape[-1] - 1, min(LOGIT_COLUMNS, used.shape[-1])).long()
