@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.families import CACHE_ARGUMENTS, EXAMPLE_LENGTHS
 from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
 from fsdp_tune.model.known_rows import Documents, known_documents
@@ -104,6 +104,13 @@ def choose_packing(recipe: Recipe, model: nn.Module) -> dict[str, KernelChoice]:
             "by example", f"{', '.join(kinds)} compute{'s' if len(kinds) == 1 else ''} each example alone: {price}"
         )
     }
+
+
+def packing_notices(choice: KernelChoice | None) -> list[Notice]:
+    """Return a notice of what packing costs a model whose mixers are called by example. `choice`: that of `choose_packing`."""
+    if choice is None or choice.value != "by example":
+        return []
+    return [Notice("packing-by-example", choice.reason, where=Where(key="data.packing"))]
 
 
 def separate_documents(model: nn.Module) -> dict[str, nn.Module]:
