@@ -113,18 +113,18 @@ def packing_notices(choice: KernelChoice | None) -> list[Notice]:
     return [Notice("packing-by-example", choice.reason, where=Where(key="data.packing"))]
 
 
-def separate_documents(model: nn.Module) -> dict[str, nn.Module]:
-    """Make the mixers of a model compute the documents of packed rows. Return them by name."""
+def separate_documents(model: nn.Module, multiple_of: int = 1) -> dict[str, nn.Module]:
+    """Make the mixers of a model compute the documents of packed rows, padded to a multiple of tokens. Return them by name."""
     mixers = find_mixers(model)
     for mixer in mixers.values():
-        call_by_documents(mixer)
+        call_by_documents(mixer, multiple_of)
     return mixers
 
 
-def call_by_documents(mixer: nn.Module) -> None:
+def call_by_documents(mixer: nn.Module, multiple_of: int = 1) -> None:
     """Make a mixer compute the documents of packed rows, while they are known (`known_rows.packing_known`), in place of the rows."""
     forward = mixer.forward
-    call = _at_once if takes_lengths(mixer) else _in_groups
+    call = _at_once if takes_lengths(mixer) else functools.partial(_in_groups, multiple_of)
 
     @functools.wraps(forward)
     def by_documents(*args: Any, **kwargs: Any) -> Any:
@@ -147,13 +147,13 @@ def _at_once(forward: Callable[..., Any], documents: Documents, args: tuple[Any,
     return tree_map_only(torch.Tensor, lambda value: value[0].unflatten(0, (rows, tokens)), found)
 
 
-def _in_groups(forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_groups(multiple_of: int, forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read."""
     rows, tokens = documents.position_ids.shape
     spans, given = documents.spans, (args, _without_lengths(kwargs))
     pieces: dict[int, Any] = {}
     for group in groups_of_lengths([length for _, _, length in spans]):
-        found, longest = _called(forward, given, [spans[index] for index in group], (rows, tokens))
+        found, longest = _called(forward, given, [spans[index] for index in group], (rows, tokens), multiple_of)
         for at, index in enumerate(group):
             pieces[index] = tree_map_only(torch.Tensor, functools.partial(_piece, at, spans[index][2], longest), found)
     in_order = [pieces[index] for index in range(len(spans))]
@@ -161,16 +161,16 @@ def _in_groups(forward: Callable[..., Any], documents: Documents, args: tuple[An
 
 
 def _called(
-    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[tuple[int, int, int]], shape: tuple[int, int]
+    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[tuple[int, int, int]], shape: tuple[int, int], multiple_of: int
 ) -> tuple[Any, int]:
     """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
-    longest = max(length for _, _, length in spans)
+    longest = -(-max(length for _, _, length in spans) // multiple_of) * multiple_of
     while True:
         args, kwargs = tree_map(functools.partial(_cut, spans, longest, shape), given)
         found = forward(*args, **kwargs)
         if not any(isinstance(each, torch.Tensor) and each.shape[1:3] == (longest, longest) for each in tree_leaves(found)):
             return found, longest
-        longest += 1  # as many heads as tokens: with one token more it shows which dimension has the tokens
+        longest += multiple_of  # as many heads as tokens: with more tokens it shows which dimension has the tokens
 
 
 def _without_lengths(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -114,6 +114,21 @@ def test_tokens_are_found_in_outputs_by_head_and_states_are_left_out() -> None:
     assert (state, cache) == (None, None)
 
 
+def test_documents_are_padded_to_the_multiple_that_fp8_needs() -> None:
+    mixer, seen = nn.Identity(), list[tuple[int, ...]]()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(hidden.shape))
+        return hidden
+
+    mixer.forward = forward  # type: ignore[method-assign]
+    call_by_documents(mixer, multiple_of=16)
+    hidden = torch.randn(1, 24, 5)
+    with packing_known(torch.cat([torch.arange(20), torch.arange(4)])[None], "sdpa"):
+        assert torch.equal(mixer(hidden), hidden)
+    assert seen == [(1, 32, 5), (1, 16, 5)]
+
+
 def test_choice_names_the_mixers_and_compilation_is_refused() -> None:
     with torch.device("meta"):
         model = model_of(FAMILIES["lfm2"])

@@ -338,7 +338,7 @@ def test_packed_rows_of_a_hybrid_are_traced_complete() -> None:
     config = FAMILIES["lfm2"] | {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     data = {"train": [{"path": "x"}], "max_length": 64, "packing": True}
     packed, plain = (trace_of(recipe_of({"from_config": config}, data=data | {"packing": packing})) for packing in (True, False))
-    flops = [int(trace.calls["flops"].sum()) for trace in (packed, plain)]
+    flops = [int(trace.ops["flops"].sum()) for trace in (packed, plain)]
     assert flops[0] == flops[1] > 0
 
 
