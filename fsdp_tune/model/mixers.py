@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -26,6 +24,7 @@ from fsdp_tune.model.internals.transformers_internals import kernel_with_fallbac
 from fsdp_tune.model.known_rows import Documents, known_documents
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.local import bare_class
+from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 MOST_PADDING = 0.25
@@ -113,6 +112,12 @@ def packing_notices(choice: KernelChoice | None) -> list[Notice]:
     return [Notice("packing-by-example", choice.reason, where=Where(key="data.packing"))]
 
 
+def separate_packed(recipe: Recipe, model: nn.Module) -> None:
+    """Make the mixers of a model compute the examples of packed rows, if the recipe packs rows."""
+    if packs(recipe):
+        separate_documents(model, recipe.data.pad_to_multiple_of if computes_in_fp8(recipe) else 1)
+
+
 def separate_documents(model: nn.Module, multiple_of: int = 1) -> dict[str, nn.Module]:
     """Make the mixers of a model compute the documents of packed rows, padded to a multiple of tokens. Return them by name."""
     mixers = find_mixers(model)
@@ -138,37 +143,33 @@ def _at_once(forward: Callable[..., Any], documents: Documents, args: tuple[Any,
     """Call the forward for all rows as one, and pass on where its documents end."""
     rows, tokens = documents.position_ids.shape
 
-    def flat(value: torch.Tensor) -> torch.Tensor:
-        is_by_token = value.ndim > 1 and value.shape[1] == tokens and value.shape[0] in (1, rows)
+    def flat(value: Any) -> Any:
+        is_by_token = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == tokens and value.shape[0] in (1, rows)
         return value.expand(rows, *value.shape[1:]).flatten(0, 1)[None] if is_by_token else value
 
-    args, kwargs = tree_map_only(torch.Tensor, flat, (args, _without_lengths(kwargs)))
+    args, kwargs = _mapped(flat, (args, _without_lengths(kwargs)))
     found = forward(*args, **kwargs, **documents.lengths)
-    return tree_map_only(torch.Tensor, lambda value: value[0].unflatten(0, (rows, tokens)), found)
+    return _mapped(lambda value: value[0].unflatten(0, (rows, tokens)) if isinstance(value, torch.Tensor) else value, found)
 
 
 def _in_groups(multiple_of: int, forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read."""
-    rows, tokens = documents.position_ids.shape
     spans, given = documents.spans, (args, _without_lengths(kwargs))
-    pieces: dict[int, Any] = {}
-    for group in groups_of_lengths([length for _, _, length in spans]):
-        found, longest = _called(forward, given, [spans[index] for index in group], (rows, tokens), multiple_of)
-        for at, index in enumerate(group):
-            pieces[index] = tree_map_only(torch.Tensor, functools.partial(_piece, at, spans[index][2], longest), found)
-    in_order = [pieces[index] for index in range(len(spans))]
-    return tree_map(functools.partial(_joined, (rows, tokens)), *in_order, is_leaf=_is_piece)
+    groups = groups_of_lengths([length for _, _, length in spans])
+    shape = documents.position_ids.shape
+    outputs = [_called(forward, given, [spans[index] for index in group], shape, multiple_of) for group in groups]
+    return _joined([found for found, _ in outputs], outputs[0][1], groups, documents)
 
 
 def _called(
-    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[tuple[int, int, int]], shape: tuple[int, int], multiple_of: int
+    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[tuple[int, int, int]], shape: torch.Size, multiple_of: int
 ) -> tuple[Any, int]:
     """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
     longest = -(-max(length for _, _, length in spans) // multiple_of) * multiple_of
     while True:
-        args, kwargs = tree_map(functools.partial(_cut, spans, longest, shape), given)
+        args, kwargs = _mapped(functools.partial(_cut, spans, longest, shape), given)
         found = forward(*args, **kwargs)
-        if not any(isinstance(each, torch.Tensor) and each.shape[1:3] == (longest, longest) for each in tree_leaves(found)):
+        if not any(tensor.shape[1:3] == (longest, longest) for tensor in _tensors(found)):
             return found, longest
         longest += multiple_of  # as many heads as tokens: with more tokens it shows which dimension has the tokens
 
@@ -177,7 +178,7 @@ def _without_lengths(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in EXAMPLE_LENGTHS}
 
 
-def _cut(spans: Sequence[tuple[int, int, int]], longest: int, shape: tuple[int, int], value: Any) -> Any:
+def _cut(spans: Sequence[tuple[int, int, int]], longest: int, shape: torch.Size, value: Any) -> Any:
     """Return [documents, longest, ...] of a tensor [rows or 1, tokens, ...]; anything else is the same for all documents.
 
     The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is left out.
@@ -199,32 +200,42 @@ def _padded(document: torch.Tensor, longest: int) -> torch.Tensor:
     return torch.cat([document, document[-1:].detach().expand(missing, *document.shape[1:])]) if missing else document
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What a mixer returned for the tokens of a document. `dim`: the dimension of the tokens, as in the output for a batch."""
+def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents) -> Any:
+    """Return the output for the rows from those for each group of documents. `longest`: the tokens of the first group.
 
-    values: torch.Tensor | None
-    """None of a state, which has no tokens: only generation reads it."""
-    dim: int = 1
+    A tensor has its tokens in dimension 1, or after the heads. One without tokens is a state, which only generation reads: None.
+    """
+    first = found[0]
+    if isinstance(first, dict):
+        return {name: _joined([each[name] for each in found], longest, groups, documents) for name in first}
+    if isinstance(first, tuple | list):
+        return tuple(_joined(parts, longest, groups, documents) for parts in zip(*found, strict=True))
+    if not isinstance(first, torch.Tensor):
+        return first
+    dim = next((dim for dim in (1, 2) if first.ndim > dim and first.shape[dim] == longest), None)
+    if dim is None:
+        return None
+    where = {index: (number, at) for number, group in enumerate(groups) for at, index in enumerate(group)}
+    pieces: list[torch.Tensor] = []
+    for index, (_, _, length) in enumerate(documents.spans):
+        number, at = where[index]
+        pieces.append(found[number][at].narrow(dim - 1, 0, length))
+    return torch.cat(pieces, dim - 1).unflatten(dim - 1, documents.position_ids.shape).movedim(dim - 1, 0)
 
 
-def _piece(at: int, length: int, longest: int, output: torch.Tensor) -> _Piece:
-    """Return the part of an output [documents, longest, ...] or [documents, heads, longest, width]."""
-    dim = next((dim for dim in (1, 2) if output.ndim > dim and output.shape[dim] == longest), None)
-    return _Piece(None) if dim is None else _Piece(output[at].narrow(dim - 1, 0, length), dim)
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return arguments or outputs with `function` of each value in their tuples, lists and dictionaries."""
+    if isinstance(value, dict):
+        return {name: _mapped(function, each) for name, each in value.items()}
+    return tuple(_mapped(function, each) for each in value) if isinstance(value, tuple | list) else function(value)
 
 
-def _is_piece(value: Any) -> bool:
-    return isinstance(value, _Piece)
-
-
-def _joined(shape: tuple[int, int], *pieces: Any) -> Any:
-    """Return the tensor of the rows [rows, tokens, ...] of the pieces of all documents in order."""
-    first = pieces[0]
-    if not isinstance(first, _Piece) or first.values is None:
-        return None if isinstance(first, _Piece) else first
-    joined = torch.cat([piece.values for piece in pieces], first.dim - 1)
-    return joined.unflatten(first.dim - 1, shape).movedim(first.dim - 1, 0)
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
 
 
 def groups_of_lengths(lengths: Sequence[int]) -> list[list[int]]:

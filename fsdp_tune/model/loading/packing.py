@@ -35,7 +35,7 @@ ALLOWED_DEVIATION = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Deviations:
+class PackedDeviations:
     """Relative L2 distances of the logits of a packed example, the largest of its tokens."""
 
     others: float
@@ -78,7 +78,7 @@ def leak_problem(deviation: float, model_name: str, kernel: str) -> Problem:
     )
 
 
-def small_deviations(config: PreTrainedConfig, kernel: str, *, trusts_code: bool = False) -> Deviations | None:
+def small_deviations(config: PreTrainedConfig, kernel: str, *, trusts_code: bool = False) -> PackedDeviations | None:
     """Return the deviations of the second example of a packed row in the small form of a model; None if they cannot be measured.
 
     A kernel with variable lengths keeps examples apart by itself, so the layers besides attention are measured.
@@ -111,7 +111,7 @@ def _small_model(config: PreTrainedConfig, kernel: str | None, *, trusts_code: b
 
 
 @torch.no_grad()
-def _deviations(model: PreTrainedModel) -> Deviations:
+def _deviations(model: PreTrainedModel) -> PackedDeviations:
     ids = torch.arange(2 * EXAMPLE_TOKENS)[None] + 3
     positions = torch.arange(EXAMPLE_TOKENS).repeat(2)[None]
     changed = torch.where(torch.arange(2 * EXAMPLE_TOKENS) < EXAMPLE_TOKENS, ids.flip(1), ids)
@@ -125,7 +125,7 @@ def _deviations(model: PreTrainedModel) -> Deviations:
     alone: Any = model(input_ids=ids[:, second], use_cache=False)
     one = logits(ids)
     others, alone = (float(((one - other).norm(dim=-1) / one.norm(dim=-1)).max()) for other in (logits(changed), alone.logits[0]))
-    return Deviations(others, alone)
+    return PackedDeviations(others, alone)
 
 
 @contextlib.contextmanager
