@@ -339,7 +339,7 @@ def test_packed_rows_of_a_hybrid_are_traced_complete() -> None:
     data = {"train": [{"path": "x"}], "max_length": 64, "packing": True}
     packed, plain = (trace_of(recipe_of({"from_config": config}, data=data | {"packing": packing})) for packing in (True, False))
     flops = [int(trace.ops["flops"].sum()) for trace in (packed, plain)]
-    assert flops[0] == flops[1] > 0
+    assert flops[1] <= flops[0] <= 1.02 * flops[1]  # the mask
 
 
 def test_trace_round_trips_through_file() -> None:
