@@ -53,7 +53,9 @@ from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.loading.construct import build_full, model_config
+from fsdp_tune.model.mixers import separate_packed
 from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.model.step import (
     auxiliary_loss_weight,
@@ -291,6 +293,7 @@ class Side:
         recipe = self._one_process()
         config = model_config(recipe)
         model = build_full(recipe, config, vocabulary=self.vocabulary)
+        separate_packed(recipe, model)
         if self.shows_defaults and not self.is_full and recipe.model.name_or_path is not None:
             loaded = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path)
             self.stages["defaults"] = StageFacts({"parameters": str(loaded.dtype).removeprefix("torch.")})
@@ -406,7 +409,7 @@ class Side:
         losses: dict[str, Any] = {}
         for row in rows:
             batch = self._batch(model, [row])
-            with compute_context(recipe, "cpu"):
+            with rows_known(model, batch), compute_context(recipe, "cpu"):
                 logits = cast(Any, model)(**model_inputs(batch), use_cache=False).logits
             used = logits[0, : len(row.input_ids)].float()
             columns = torch.linspace(0, used.shape[-1] - 1, min(LOGIT_COLUMNS, used.shape[-1])).long()
@@ -422,10 +425,8 @@ class Side:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         before = {name: parameter.detach().double().clone() for name, parameter in trained.items()}
         max_norm = float(training_value(recipe.training, "max_grad_norm") or 0.0)
-        losses: dict[str, Any] = {}
-        gradients: dict[str, Any] = {}
-        clipping: dict[str, Any] = {"max_grad_norm": max_norm}
-        updates: dict[str, Any] = {}
+        losses, gradients = dict[str, Any](), dict[str, Any]()
+        clipping, updates = dict[str, Any](max_grad_norm=max_norm), dict[str, Any]()
         for number, rows in enumerate(steps, 1):
             loss = self._accumulate(recipe, model, rows)
             parameters = [parameter for parameter in trained.values() if parameter.grad is not None]

@@ -125,6 +125,12 @@ def dropout_fields(config: Mapping[str, object]) -> list[str]:
     return sorted(name for name in rates if any(word in name for word in _DROPOUT_WORDS) and not name.startswith(_DROPOUT_OF_OTHER_HEADS))
 
 
+CACHE_ARGUMENTS = frozenset({"cache", "cache_params", "past_key_values", "past_key_value", "state", "use_cache"})
+"""Arguments of the forward of a module that needs earlier tokens when it generates: attention, a convolution or a recurrence."""
+EXAMPLE_LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+"""Arguments of a model's forward that name the examples of packed rows."""
+
+
 # ---- Positions
 
 POSITIONS = Fields(("max_position_embeddings",))
@@ -301,8 +307,6 @@ class Family:
     """Names that the family had instead of `OLD_ROPE` and `OLD_LOCAL_ROPE`."""
     reads_padding: bool = False
     """Recurrent layers take padding on the left for text."""
-    packing_report: str | None = None
-    """Report about the mask of packed rows, which transformers builds without position ids."""
 
 
 _GPT_NEOX = Family(old_rope_names={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
@@ -311,7 +315,6 @@ _READS_PADDING = Family(reads_padding=True)
 _FAMILIES = {
     "gpt_neox": _GPT_NEOX,
     "gpt_neox_japanese": _GPT_NEOX,
-    "gpt_oss": Family(packing_report="https://github.com/huggingface/transformers/pull/39997"),
     "minimax": _READS_PADDING,
     "modernbert": _MODERNBERT,
     "modernbert-decoder": _MODERNBERT,

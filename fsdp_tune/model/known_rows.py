@@ -1,24 +1,119 @@
-"""Avoid a device synchronisation: transformers checks position ids on the device to find packed rows, in each forward and flash layer.
+"""The documents of packed rows, for everything in a model that looks across tokens: masks are made for them, and mixers are called by them.
 
-Each such check waits until the device has finished all queued work, so that the host can never run ahead of a micro-batch. The host
-already has this information.
+Whether position ids restart is known on the host. transformers checks it on the device, in each forward and flash layer, and each check
+waits until the device has finished all queued work. Several classes also make their masks without position ids (gpt-oss, OPT). So the
+masks of packed rows are made here, in the mask function of the model's kernel, for every class alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED, IS_PACKED
 
 
-@contextmanager
-def packing_known(*, is_packed: bool) -> Iterator[None]:
-    """Within the context, models use `is_packed` (whether position ids restart at 0 in some row of the batch) without a check."""
-    with FIND_PACKED.replaced(example_numbers if is_packed else _none), nullcontext() if is_packed else IS_PACKED.replaced(_no):
+@dataclass(frozen=True)
+class Documents:
+    """The examples of a micro-batch of packed rows. The padding at the end of a row is one too."""
+
+    position_ids: torch.Tensor
+    """[rows, tokens], counting from 0 in each example."""
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
+        """(row, first token, tokens) of each example, in order. The first access waits for the device."""
+        tokens = self.position_ids.shape[1]
+        restarts = self.position_ids.diff(dim=1, prepend=self.position_ids[:, :1] - 2) != 1  # also at the first token of a row
+        starts: list[list[int]] = restarts.nonzero().tolist()
+        ends = [start if row == of else tokens for (of, _), (row, start) in zip(starts, [*starts[1:], [-1, 0]], strict=True)]
+        return tuple((row, start, end - start) for (row, start), end in zip(starts, ends, strict=True))
+
+    @cached_property
+    def lengths(self) -> dict[str, Any]:
+        """The arguments of kernels for the batch as one row: where its documents end, and the index of each token's document."""
+        lengths = torch.tensor([length for _, _, length in self.spans])
+        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32).to(self.position_ids.device)
+        index = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)[None].to(self.position_ids.device)
+        longest = int(lengths.max())
+        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest, "seq_idx": index}
+
+
+_documents: Documents | None = None
+"""The documents of the current forward and backward. A global: CUDA's backward, which recomputes layers, runs in another thread."""
+
+
+def known_documents() -> Documents | None:
+    """Return the documents of the current forward; None if its rows are not packed, or a sequence group shares them."""
+    return _documents
+
+
+@contextlib.contextmanager
+def packing_known(position_ids: torch.Tensor | None, kernel: str) -> Iterator[None]:
+    """Within the context, models with the attention `kernel` compute packed rows with these position ids [rows, tokens].
+
+    None: each row of the batch is one example. The context must hold the backward too.
+    """
+    global _documents
+    if position_ids is None:
+        with FIND_PACKED.replaced(_none), IS_PACKED.replaced(_no):
+            yield
+        return
+    before, _documents = _documents, Documents(position_ids)
+    try:
+        if FIND_PACKED.exists():
+            with FIND_PACKED.replaced(_none), masks_of_documents(kernel, position_ids, position_ids.shape[1]):
+                yield
+        else:
+            yield  # transformers looks for packed rows itself, under another name
+    finally:
+        _documents = before
+
+
+@contextlib.contextmanager
+def masks_of_documents(kernel: str, position_ids: torch.Tensor | None, tokens: int) -> Iterator[None]:
+    """Within the context, masks for the attention `kernel` are those of complete rows of `tokens`, with these position ids if packed.
+
+    transformers passes the mask function of a kernel the number of tokens that it sees (in a sequence group, this rank's), and the
+    pattern (causal, a window) as a function of indices. The entry of the object hides that of the class, and the name stays.
+    """
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(kernel)
+    if make_mask is None:
         yield
+        return
+    examples = None if position_ids is None else example_numbers(position_ids)
+
+    def mask(*, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
+        if position_ids is not None and examples is not None:
+            mask_function = _of_packed_examples(mask_function, position_ids, examples)
+            allow_is_causal_skip = False
+        kwargs["q_length"] = kwargs["kv_length"] = tokens
+        return make_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+
+    ALL_MASK_ATTENTION_FUNCTIONS[kernel] = mask
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[kernel]
+
+
+def _of_packed_examples(pattern: Callable[..., Any], position_ids: torch.Tensor, examples: torch.Tensor) -> Callable[..., Any]:
+    """Return a pattern of (row, head, query, key) that keeps examples apart and applies `pattern` to positions in the example.
+
+    Each argument and the result is a tensor of transformers' mask functions (`masking_utils.create_causal_mask` combines the same two).
+    """
+
+    def packed_pattern(row: Any, head: Any, query: Any, key: Any) -> Any:
+        is_same_example = examples[row, query] == examples[row, key]
+        return is_same_example & pattern(row, head, position_ids[row, query], position_ids[row, key])
+
+    return packed_pattern
 
 
 def example_numbers(position_ids: torch.Tensor) -> torch.Tensor:

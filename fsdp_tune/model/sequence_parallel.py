@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import SINKS, dropout_fields, heads_by_layer
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
-from fsdp_tune.model.known_rows import example_numbers, packing_known
+from fsdp_tune.model.known_rows import masks_of_documents, packing_known
 from fsdp_tune.model.shard.local import bare_model
 from fsdp_tune.model.shard.process_groups import groups_of
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -38,8 +37,6 @@ class SharedRows:
     group: dist.ProcessGroup
     position_ids: torch.Tensor
     """[rows, tokens], of complete rows."""
-    examples: torch.Tensor | None
-    """[rows, tokens]: index of each token's example in its row; None if every row is one example."""
 
     def own_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor [rows, tokens]."""
@@ -71,65 +68,30 @@ def sequence_group_of(wrapped: nn.Module) -> dist.ProcessGroup | None:
 @contextlib.contextmanager
 def rows_known(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[None]:
     """Within the context, which must hold the backward too, `wrapped` computes the rows of `batch`; a sequence group shares them."""
-    group = sequence_group_of(wrapped)
+    group, positions = sequence_group_of(wrapped), batch.get("position_ids")
     if group is None:
-        with packing_known(is_packed="position_ids" in batch):
+        with packing_known(positions, attention_of(bare_model(wrapped).config)):
             yield
         return
-    positions, ids = batch.get("position_ids"), batch["input_ids"]
-    examples = None if positions is None else example_numbers(positions)
-    if positions is None:
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    config: Any = bare_model(wrapped).config
+    ids = batch["input_ids"]
+    complete = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if positions is None else positions
+    kernel = attention_of(bare_model(wrapped).config)
     FIND_PACKED_IN_PART.get()
     # transformers must not look for packed examples itself: it would see this rank's tokens only.
-    with packing_known(is_packed=False), _sharing(SharedRows(group, positions, examples), attention_of(config)):
+    with packing_known(None, kernel), masks_of_documents(kernel, positions, ids.shape[1]), _sharing(SharedRows(group, complete), kernel):
         yield
 
 
 @contextlib.contextmanager
 def _sharing(rows: SharedRows, kernel: str) -> Iterator[None]:
     global _shared
-    attention = _over_ranks(ALL_ATTENTION_FUNCTIONS.get(kernel), rows)
-    mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(kernel)
-    # FlashAttention looks up its code by the name in the configuration, so names stay. Entries of the objects hide those of the classes.
-    ALL_ATTENTION_FUNCTIONS[kernel], _shared = attention, rows
-    if mask_function is not None:
-        ALL_MASK_ATTENTION_FUNCTIONS[kernel] = _of_complete_rows(mask_function, rows)
+    # FlashAttention looks up its code by the name in the configuration, so names stay. Entries of the object hide those of the class.
+    ALL_ATTENTION_FUNCTIONS[kernel], _shared = _over_ranks(ALL_ATTENTION_FUNCTIONS.get(kernel), rows), rows
     try:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS[kernel]
-        if mask_function is not None:
-            del ALL_MASK_ATTENTION_FUNCTIONS[kernel]
         _shared = None
-
-
-def _of_complete_rows(make_mask: Callable[..., Any], rows: SharedRows) -> Callable[..., Any]:
-    """Return a mask function for complete rows. transformers passes the lengths of this rank's tokens, and patterns as functions of
-    indices."""
-
-    def mask(*, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
-        if rows.examples is not None:
-            mask_function = _of_packed_examples(mask_function, rows.position_ids, rows.examples)
-            allow_is_causal_skip = False
-        kwargs["q_length"] = kwargs["kv_length"] = rows.position_ids.shape[1]
-        return make_mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
-
-    return mask
-
-
-def _of_packed_examples(pattern: Callable[..., Any], position_ids: torch.Tensor, examples: torch.Tensor) -> Callable[..., Any]:
-    """Return a pattern of (row, head, query, key) that keeps examples apart and applies `pattern` to positions in the example.
-
-    Each argument and the result is a tensor of transformers' mask functions (`masking_utils.create_causal_mask` combines the same two).
-    """
-
-    def packed_pattern(row: Any, head: Any, query: Any, key: Any) -> Any:
-        is_same_example = examples[row, query] == examples[row, key]
-        return is_same_example & pattern(row, head, position_ids[row, query], position_ids[row, key])
-
-    return packed_pattern
 
 
 # ---- The exchange

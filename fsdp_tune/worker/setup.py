@@ -28,6 +28,7 @@ from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
 from fsdp_tune.model.loading.assemble import Loaded, load
 from fsdp_tune.model.loading.construct import model_config
+from fsdp_tune.model.mixers import packs
 from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight
 from fsdp_tune.recipe.references import find_extension, from_run, without_adapter
@@ -141,14 +142,13 @@ def _observers(
 
 
 def _collator(recipe: Recipe, prepared: Prepared, loaded: Loaded) -> Collator:
-    packs = recipe.data.packing or bool(recipe.data.eval_packing)
     # A single source has the loss of the run, and Liger's kernel returns only the sum of the token losses.
     has_source_losses = len(recipe.data.train) > 1 and loss_kernel_of(loaded.wrapped) != "liger"
     return Collator(
         prepared.pad_token_id,
         recipe.data.pad_to_multiple_of,
         recipe.data.max_length,
-        variable_lengths=packs and has_variable_lengths(attention_of(loaded.model.config)),
+        variable_lengths=packs(recipe) and has_variable_lengths(attention_of(loaded.model.config)),
         names_examples=auxiliary_loss_weight(loaded.model) > 0,
         sources=len(recipe.data.train) if has_source_losses else 0,
     )

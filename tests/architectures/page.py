@@ -31,6 +31,8 @@ writes this page. Architectures with code of their own outside transformers (`tr
 _UNREACHED = """Examples have at most {longest_row} tokens. Within them a sliding window is full attention, the top-k of an
 indexer selects every token, and a recurrence has one chunk. So the losses above say nothing about these fields of the configuration,
 which have the default of the architecture. Names by field:"""
+_LATER_PACKED = """Most of these may be packed since then: [Packing of hybrids](../evidence/packing.md) has the figures, and the refusals
+that remain."""
 _NOTES = {
     "index_topk": "with `index_topk: 8`, measured on its own with transformers 5.24, `deepseek_v32` and `glm_moe_dsa` follow the plain "
     "loop within 1e-7 too; but a selection is not continuous, and where rounding or padding changes it, losses may differ by 1e-4 and more"
@@ -56,6 +58,7 @@ def page(results: Results, _previous: str = "") -> str:
     about = {**results.about, "tried": len(ordered), "counts": counts, "largest": f"{largest:.0e}", "bitwise": bitwise, "right": len(right)}
     lines = [_INTRODUCTION.format(**about), "## Train, packed too", "", _names(packed), ""]
     lines += ["## Train, packing refused", "", *_by_reason("", [each for each in right if each not in packed], "packed"), ""]
+    lines += [_LATER_PACKED, ""] if about["transformers"].startswith("5.23") else []
     balanced = [each for each in right if each["has_balance"] and "balance" not in each["refused"]]
     lines += [
         "## Load-balancing loss",

@@ -27,10 +27,13 @@ def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkey
     assert experts.refused == {}
     states = try_architecture("mamba", Bench(tmp_path / "mamba", store, shared_ranks()))
     assert failures_of(states.as_dict()) == []
-    assert states.refused.keys() == {"packed"}
-    text = page(Results({"transformers": "5", "longest_row": 24}, [experts.as_dict(), states.as_dict()]))
-    assert "2 train, resume, merge and generate, 1 of them packed too; 0 are refused, 0 fail" in text
-    assert "\n- the model lets packed examples see each other: `mamba`\n" in text
+    assert states.packed is not None
+    own_mask = try_architecture("openai-gpt", Bench(tmp_path / "openai-gpt", store, shared_ranks()))
+    assert failures_of(own_mask.as_dict()) == []
+    assert own_mask.refused.keys() == {"packed"}
+    text = page(Results({"transformers": "5", "longest_row": 24}, [experts.as_dict(), states.as_dict(), own_mask.as_dict()]))
+    assert "3 train, resume, merge and generate, 2 of them packed too; 0 are refused, 0 fail" in text
+    assert "\n- the model lets packed examples see each other: `openai-gpt`\n" in text
     monkeypatch.setattr(case, "make_model", lambda *_: 1 / 0)
     unbuilt = try_architecture("llama", Bench(tmp_path / "llama", store, shared_ranks()))
     assert unbuilt.refused == {"model": "ZeroDivisionError: division by zero"}

@@ -424,19 +424,31 @@ def test_schedule_is_shown_by_each_command_and_refused_before_a_start(tmp_path: 
         assert "hint: `min_lr` is a learning rate" in stderr
 
 
+_HYBRID = "{model_type: lfm2, vocab_size: 384, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,"
+_HYBRID += " intermediate_size: 64, layer_types: [conv, full_attention]}"
+_OWN_MASK = "{model_type: openai-gpt, vocab_size: 384, n_embd: 64, n_layer: 2, n_head: 4}"
+
+
 @pytest.mark.slow
-def test_recipe_that_packs_for_a_model_with_convolutions_is_refused_at_its_line(cli: Cli, tmp_path: Path) -> None:
-    """Its ranks would find that too, minutes later."""
-    model = "{model_type: lfm2, vocab_size: 384, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,"
-    model += " intermediate_size: 64, layer_types: [conv, full_attention]}"
-    text = SMALL.replace("{model_type: gpt2, vocab_size: 384}", model).replace("arithmetic}]}", "arithmetic}], packing: true}")
-    (tmp_path / "r.yaml").write_text(text)
-    done = cli("validate", "r.yaml", "--set", "launch.device=cpu")
-    assert done.returncode == 2, done.stderr
-    assert re.search(
-        r"error: r.yaml:2:\d+: Lfm2ForCausalLM with attention `sdpa` lets packed examples see each other", " ".join(done.stderr.split())
-    )
-    assert "hint: --set data.packing=false" in done.stderr
+def test_packing_for_a_hybrid_has_a_price_and_for_a_model_with_a_mask_of_its_own_a_refusal(cli: Cli, tmp_path: Path) -> None:
+    """The ranks of the latter would find that too, minutes later."""
+
+    def validate(model: str, *options: str) -> tuple[int, str]:
+        text = SMALL.replace("{model_type: gpt2, vocab_size: 384}", model).replace("arithmetic}]}", "arithmetic}], packing: true}")
+        (tmp_path / "r.yaml").write_text(text)
+        done = cli("validate", "r.yaml", "--set", "launch.device=cpu", *options)
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    code, shown = validate(_HYBRID)
+    assert code == 0, shown
+    assert "Lfm2ShortConv computes each example alone: one call for examples of similar length, with at most 25% more tokens" in shown
+    code, shown = validate(_HYBRID, "--set", "kernels.compile=true")
+    assert code == 2
+    assert "hint: --set kernels.compile=false" in shown
+    code, shown = validate(_OWN_MASK)
+    assert code == 2
+    assert re.search(r"error: r.yaml:2:\d+: OpenAIGPTLMHeadModel with attention `eager` lets packed examples see each other", shown), shown
+    assert "hint: --set data.packing=false" in shown
 
 
 MISTAKES = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.known_rows import packing_known
+from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.step import micro_batch_loss
 from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
 from fsdp_tune.worker.rows.batches import Collator
@@ -34,7 +34,7 @@ def packed_batch(folder: Path) -> dict[str, torch.Tensor]:
 
 def gradients(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     model.zero_grad()
-    with packing_known(is_packed=True):
+    with rows_known(model, batch):
         loss, _ = micro_batch_loss(model, batch)
     loss.backward()
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])

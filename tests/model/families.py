@@ -36,5 +36,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"model_type": "gpt_oss", **_DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
 }
 
+BART: dict[str, Any] = {
+    "model_type": "bart",
+    "vocab_size": 257,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+}
+OPENAI_GPT: dict[str, Any] = {"model_type": "openai-gpt", "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 BERT: dict[str, Any] = {"model_type": "bert", **COMMON}
 XLNET: dict[str, Any] = {"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}

@@ -14,7 +14,6 @@ from transformers import AutoConfig
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.generate import generate
 from fsdp_tune.model.kernels import varlen as attention
-from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.assemble import load
 from fsdp_tune.model.loading.construct import build_full, model_config
 from fsdp_tune.model.sequence_parallel import rows_known
@@ -57,7 +56,7 @@ def model_of(config: dict[str, Any], kernel: str = TORCH_VARLEN, **sections: dic
 
 def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
     model.zero_grad()
-    with packing_known(is_packed="position_ids" in batch):
+    with rows_known(model, batch):
         loss, _ = micro_batch_loss(model, batch)
     loss.backward()
     return float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -141,7 +140,7 @@ def sharded_gradients(kernel: str, store: Path) -> tuple[float, torch.Tensor, li
         loaded = load(recipe, model_config(recipe), torch.device("cpu"), vocabulary=None)
     loaded.wrapped.train()
     batch = batch_of(store, ((0, 5), (9, 3))[dist.get_rank()])
-    with packing_known(is_packed=True):
+    with rows_known(loaded.wrapped, batch):
         loss, _ = micro_batch_loss(loaded.wrapped, batch)
     with Operators() as operators:
         loss.backward()

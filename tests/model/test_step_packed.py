@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoConfig, masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.mixers import separate_documents
 from fsdp_tune.model.step import micro_batch_loss, shift_labels
 from fsdp_tune.worker.readback import isolation
 from fsdp_tune.worker.readback.isolation import ALLOWED, Deviations, deviations, not_causal, not_isolated, rows_to_check
 from fsdp_tune.worker.rows.batches import Batch, Collator
-from tests.model.families import BERT, FAMILIES, XLNET
+from tests.model.families import BART, BERT, FAMILIES, OPENAI_GPT, XLNET
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of
 from tests.parity.store import make_store
 
+CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 ISOLATED = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi", "gpt_neox", "mixtral", "qwen2_moe"]
 
 
@@ -70,17 +71,25 @@ def test_packed_logits_equal_unpacked_logits(family: str, kernel: str, packed: R
             start += len(example.input_ids)
 
 
-@pytest.mark.parametrize("rows", [[0], [0, 5, 9]])
-def test_host_lengths_equal_transformers(rows: list[int], packed: RowStore) -> None:
-    find = masking_utils.find_packed_sequence_indices
-    batch = batch_of([packed[row] for row in rows])
-    positions = batch.tensors["position_ids"]
-    with packing_known(is_packed=True):
-        assert torch.equal(masking_utils.find_packed_sequence_indices(positions), find(positions))
-    alone = batch_of(examples_of(packed[0])[:1])
-    assert "position_ids" not in alone.tensors
-    with packing_known(is_packed=False):
-        assert masking_utils.find_packed_sequence_indices(torch.arange(8)[None]) is find(torch.arange(8)[None]) is None
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_masks_of_known_documents_equal_those_of_transformers(kernel: str, packed: RowStore) -> None:
+    """Of full attention and of a window, and without waiting for the device: transformers does not look for packed rows."""
+    config = AutoConfig.for_model("mistral", sliding_window=4, attn_implementation=kernel)
+    batch = batch_of([packed[row] for row in (0, 5, 9)])
+    inputs = {"config": config, "inputs_embeds": torch.zeros(*batch.tensors["input_ids"].shape, 4), "attention_mask": None, CACHE: None}
+    for make in (masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask):
+        expected = make(**inputs, position_ids=batch.tensors["position_ids"])
+        with packing_known(batch.tensors["position_ids"], kernel):
+            assert torch.equal(make(**inputs, position_ids=batch.tensors["position_ids"]), expected)
+            assert torch.equal(make(**inputs), expected)
+            assert masking_utils.find_packed_sequence_indices(batch.tensors["position_ids"]) is None
+    assert masking_utils.find_packed_sequence_indices(batch.tensors["position_ids"]) is not None
+
+
+def test_rows_of_one_example_are_not_searched_for_packed_ones(packed: RowStore) -> None:
+    assert "position_ids" not in batch_of(examples_of(packed[0])[:1]).tensors
+    with packing_known(None, "sdpa"):
+        assert masking_utils.find_packed_sequence_indices(torch.arange(8)[None]) is None
         assert modeling_flash_attention_utils._is_packed_sequence(torch.arange(8)[None], 1) is False
     assert not modeling_flash_attention_utils._is_packed_sequence(torch.arange(8)[None], 1)
 
@@ -116,13 +125,13 @@ def test_no_target_crosses_an_example_boundary(packed: RowStore) -> None:
         assert (targets[inside][supervised] == torch.from_numpy(row.input_ids.astype(np.int64))[inside + 1][supervised]).all()
 
 
-def refusals(family: str) -> list[str]:
-    problems = find_facts(recipe_of(family, data={"train": [{"path": "x"}], "packing": True, "max_length": 128})).problems
+def refusals(model: dict[str, Any]) -> list[str]:
+    problems = find_facts(recipe_of({"from_config": model}, data={"train": [{"path": "x"}], "packing": True, "max_length": 128})).problems
     return [problem.code for problem in problems]
 
 
 def test_model_without_position_ids_is_refused_for_packing() -> None:
-    assert refusals("bloom") == ["packing-not-isolated"]
+    assert refusals(BART) == ["packing-not-isolated"]
 
 
 def leak(family: str, kernel: str, row: Row) -> float:
@@ -142,24 +151,22 @@ def test_packed_examples_are_bitwise_independent(family: str, kernel: str, packe
 
 def measured(model: dict[str, Any], rows: list[Row]) -> Deviations:
     recipe = recipe_of({"from_config": model, "attn_implementation": "eager"})
-    return deviations(recipe, build_full(recipe), rows, Collator(pad_token_id=0, multiple_of=8), torch.device("cpu"))
+    built = build_full(recipe)
+    separate_documents(built)
+    return deviations(recipe, built, rows, Collator(pad_token_id=0, multiple_of=8), torch.device("cpu"))
 
 
-# falcon passes position ids to its masks since transformers 5.24.
-IGNORES_BOUNDARIES = ["opt", "lfm2", "gpt_oss", *(["falcon"] if Version(transformers.__version__) < Version("5.24") else [])]
-
-
-@pytest.mark.parametrize("family", IGNORES_BOUNDARIES)
-def test_model_that_ignores_example_boundaries_is_refused(family: str, packed: RowStore) -> None:
-    """They take position ids, so that nothing but their logits shows it. gpt_oss has no mask from position ids upstream either."""
-    found = measured(FAMILIES[family], rows_to_check(packed, 2))
+def test_model_that_ignores_example_boundaries_is_refused(packed: RowStore) -> None:
+    """It takes position ids and has a mask of its own, so that nothing but its logits shows it."""
+    found = measured(OPENAI_GPT, rows_to_check(packed, 2))
     assert found.packed is not None
     assert found.packed > ALLOWED["fp32"] >= found.later
 
 
-@pytest.mark.parametrize("family", ISOLATED)
+# gpt_oss, OPT and Bloom make their masks without position ids, and LFM2 has convolutions.
+@pytest.mark.parametrize("family", [*ISOLATED, "gpt_oss", "opt", "bloom", "falcon", "lfm2"])
 def test_model_that_isolates_examples_may_be_packed(family: str, packed: RowStore) -> None:
-    assert refusals(family) == []
+    assert refusals(FAMILIES[family]) == []
     found = measured(FAMILIES[family], rows_to_check(packed, 3))
     assert found.packed is not None
     assert max(found.packed, found.later) <= ALLOWED["fp32"]
@@ -235,6 +242,5 @@ def test_flash_kernel_that_reads_position_ids_of_single_rows_is_refused(variable
     assert (found.packed <= ALLOWED["fp32"]) is variable_lengths
 
 
-def test_refusal_of_a_model_with_a_known_cause_names_the_report_upstream() -> None:
-    assert "transformers/pull/39997" in str(not_isolated(0.1, "GptOssForCausalLM", AutoConfig.for_model("gpt_oss")).problems[0].hint)
+def test_refusal_of_packing_has_a_remedy() -> None:
     assert not_isolated(0.1, "SomeModel", AutoConfig.for_model("llama")).problems[0].hint == "--set data.packing=false"

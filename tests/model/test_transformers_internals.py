@@ -69,7 +69,7 @@ def test_packed_rows_are_checked_by_transformers_where_its_checks_have_other_nam
     for module, name in ((masking_utils, "find_packed_sequence_indices"), (modeling_flash_attention_utils, "_is_packed_sequence")):
         monkeypatch.setattr(module, f"renamed{name}", getattr(module, name), raising=False)
         monkeypatch.delattr(module, name)
-    with known_rows.packing_known(is_packed=False):
+    with known_rows.packing_known(None, "sdpa"):
         assert torch.equal(masking_utils.renamedfind_packed_sequence_indices(positions), own)
     assert not hasattr(masking_utils, "find_packed_sequence_indices")
     with pytest.raises(FsdpTuneError, match="sp_size` needs"):

@@ -91,9 +91,17 @@ class KernelWithFallback:
     function: str
     package: str
     is_installed: bool
+    takes_lengths: bool
+    """Whether the installed function takes the lengths of packed examples."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it computes rows. The others compute one token at a time, which only generation does."""
+        return not any(part in self.function for part in ("_update", "recurrent_"))
 
 
 _WRAPPER_VARIABLES = {"func_name", "package", "is_new_implementation"}
+_LENGTHS = frozenset({"cu_seqlens", "seq_idx"})
 
 
 def kernel_with_fallback(function: object) -> KernelWithFallback | None:
@@ -101,4 +109,6 @@ def kernel_with_fallback(function: object) -> KernelWithFallback | None:
     if not inspect.isfunction(function) or not _WRAPPER_VARIABLES.issubset(function.__code__.co_freevars):
         return None
     known = inspect.getclosurevars(function).nonlocals
-    return KernelWithFallback(str(known["func_name"]), str(known["package"]), bool(known["is_new_implementation"]))
+    installed = bool(known["is_new_implementation"])
+    takes_lengths = installed and not _LENGTHS.isdisjoint(known.get("applicable_params", ()))
+    return KernelWithFallback(str(known["func_name"]), str(known["package"]), installed, takes_lengths)

@@ -14,8 +14,6 @@ from fsdp_tune.model.model_files import KernelChoice
 
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 """Import name → what pip installs."""
-_OF_ONE_TOKEN = ("_update", "recurrent_")
-"""In names of functions that only generation calls, one token at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ def class_kernels(model: nn.Module) -> tuple[ClassKernel, ...]:
     for name in {type(module).__module__ for module in model.modules()}:
         for function in vars(sys.modules[name]).values():
             found = kernel_with_fallback(function)
-            if found is None or any(part in found.function for part in _OF_ONE_TOKEN):
+            if found is None or not found.trains:
                 continue
             functions[found.package].add(found.function)
             present[found.package] = present.get(found.package, True) and found.is_installed

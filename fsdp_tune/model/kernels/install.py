@@ -16,6 +16,7 @@ from fsdp_tune.model.kernels.head import SLICE_ELEMENTS, slice_tokens, summed_li
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, require_liger
 from fsdp_tune.model.kernels.linear_layers import choose_mlp_slices, find_mlps, install_mlp_slices
 from fsdp_tune.model.kernels.loss_in_head import OpaqueHead, install_loss_in_head, logits_of
+from fsdp_tune.model.mixers import choose_packing, separate_packed
 from fsdp_tune.model.model_files import WRITTEN, KernelChoice
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -71,6 +72,7 @@ def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
         "kernels.liger": choose_liger(recipe, model, device_type),
         "kernels.compile": choose_compile(recipe),
         "kernels.mlp_slice_tokens": choose_mlp_slices(recipe, model),
+        **choose_packing(recipe, model),
         **choose_class_kernels(model, device_type),
     }
 
@@ -86,6 +88,7 @@ def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) ->
         apply_liger(model, rotary=recipe.fsdp.activation_checkpointing != "selective")
     if recipe.kernels.mlp_slice_tokens is not None:
         install_mlp_slices(mlps.values(), recipe.kernels.mlp_slice_tokens)
+    separate_packed(recipe, model)
     loss = chosen["kernels.loss"].value
     if loss != "full":
         install_loss_in_head(model, logits_of(model), _LOSSES[loss], loss)

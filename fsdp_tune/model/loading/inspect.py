@@ -42,6 +42,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.loading.exported_config import local_tensors
     from fsdp_tune.model.loading.tensor_account import account_for
     from fsdp_tune.model.loading.weight_files import check_weight_files
+    from fsdp_tune.model.mixers import packing_notices
     from fsdp_tune.model.optim.adamw_in_blocks import require_optimizer
 
     problems = check_weight_files(recipe)
@@ -72,7 +73,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         with collected(problems):
             kernels = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
             notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
-            notices += slow_kernel_notices(model, device)
+            notices += [*slow_kernel_notices(model, device), *packing_notices(kernels.get("data.packing"))]
             notices += large_mask_notices(recipe, model.config, found.layers, kernels["model.attn_implementation"])
             found = found.model_copy(update={"kernels": kernels})
     except FsdpTuneError as error:

@@ -1,7 +1,7 @@
 """Find a model that cannot keep packed examples apart before a rank starts, on its small form with random weights.
 
-A model may take position ids and still ignore where examples end: a convolution or a recurrence reads across the border, or its mask is
-built without them. No field of a configuration says so. The ranks measure the live model too (`worker.readback.isolation`), which also
+A model may take position ids and still ignore where examples end: a layer reads across the border with a mask of its own, or positions
+continue over it. No field of a configuration says so. The ranks measure the live model too (`worker.readback.isolation`), which also
 covers kernels that need a GPU, and models of which no small form can be built here.
 """
 
@@ -12,16 +12,18 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import Problem, Where
-from fsdp_tune.core.families import family_of
 from fsdp_tune.core.small_config import scale_down_config
+from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.attention import has_variable_lengths, live_attention
 from fsdp_tune.model.known_rows import packing_known
+from fsdp_tune.model.mixers import separate_documents
 from fsdp_tune.model.sequence_parallel import attention_disabled
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -32,35 +34,52 @@ ALLOWED_DEVIATION = 1e-4
 """Of the norm of a token's logits, in fp32. Same shapes, same kernels: it is zero, but for experts whose groups change in size."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedDeviations:
+    """Relative L2 distances of the logits of a packed example, the largest of its tokens."""
+
+    others: float
+    """By how much they move when the other example of the row changes."""
+    alone: float
+    """How far they are from those of the example in a row of its own."""
+
+
 def packing_problem(recipe: Recipe, model: PreTrainedModel) -> Problem | None:
-    """Return the problem of a recipe with packing whose model lets examples see each other; None without one, or where it is not known."""
+    """Return the problem of a recipe with packing whose model lets examples see each other, or computes them differently than alone.
+
+    None without one, or where it is not known.
+    """
     if not recipe.data.packing:
         return None
-    name = type(model).__name__
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        message = f"{name} takes no position ids, so packed examples would attend to each other"
-        return Problem("packing-not-isolated", message, Where(key="data.packing"), hint="--set data.packing=false")
-    kernel = live_attention(recipe, model).value
-    deviation = small_deviation(model.config, kernel, trusts_code=recipe.model.trust_remote_code)
-    if deviation is None or not deviation > ALLOWED_DEVIATION:
+    name, kernel = type(model).__name__, live_attention(recipe, model).value
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    found = small_deviations(model.config, kernel, trusts_code=recipe.model.trust_remote_code)
+    if found is not None and found.others > ALLOWED_DEVIATION:
+        return leak_problem(found.others, name, kernel)
+    if found is not None and not found.alone > ALLOWED_DEVIATION:
         return None
-    return leak_problem(deviation, name, model.config, kernel)
+    if takes_positions and found is None:
+        return None
+    why = "" if takes_positions else f"{name} takes no position ids, so "
+    message = f"{why}positions of packed examples would continue from one to the next"
+    if found is not None:
+        message = f"{why}a packed example differs from the example alone: its logits are {found.alone:.2%} off"
+    return Problem("packing-not-isolated", message, Where(key="data.packing"), hint="--set data.packing=false")
 
 
-def leak_problem(deviation: float, model_name: str, config: PreTrainedConfig, kernel: str) -> Problem:
+def leak_problem(deviation: float, model_name: str, kernel: str) -> Problem:
     """Return the problem of a model whose logits of one example move by `deviation`, of their norm, when another example changes."""
-    report = family_of(config.model_type).packing_report
     return Problem(
         "packing-not-isolated",
         f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an example move by {deviation:.2%} "
         "when another one changes",
         Where(key="data.packing"),
-        hint="--set data.packing=false" + ("" if report is None else f"; reported upstream: {report}"),
+        hint="--set data.packing=false",
     )
 
 
-def small_deviation(config: PreTrainedConfig, kernel: str, *, trusts_code: bool = False) -> float | None:
-    """Return by how much logits of the second example move when the first one changes, of their norm; None if it cannot be measured.
+def small_deviations(config: PreTrainedConfig, kernel: str, *, trusts_code: bool = False) -> PackedDeviations | None:
+    """Return the deviations of the second example of a packed row in the small form of a model; None if they cannot be measured.
 
     A kernel with variable lengths keeps examples apart by itself, so the layers besides attention are measured.
     """
@@ -71,8 +90,9 @@ def small_deviation(config: PreTrainedConfig, kernel: str, *, trusts_code: bool 
             small = _small_model(config, mask_kernel, trusts_code=trusts_code)
             if small is None:
                 return None
+            separate_documents(small)
             with attention_disabled(small) if separates else contextlib.nullcontext():
-                return _deviation(small)
+                return _deviations(small)
     except Exception:  # noqa: BLE001  any code of any model; the ranks measure the real one
         return None
 
@@ -91,19 +111,21 @@ def _small_model(config: PreTrainedConfig, kernel: str | None, *, trusts_code: b
 
 
 @torch.no_grad()
-def _deviation(model: PreTrainedModel) -> float:
+def _deviations(model: PreTrainedModel) -> PackedDeviations:
     ids = torch.arange(2 * EXAMPLE_TOKENS)[None] + 3
     positions = torch.arange(EXAMPLE_TOKENS).repeat(2)[None]
     changed = torch.where(torch.arange(2 * EXAMPLE_TOKENS) < EXAMPLE_TOKENS, ids.flip(1), ids)
     second = slice(EXAMPLE_TOKENS, None)
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
-        with packing_known(is_packed=True):
+        with packing_known(positions, attention_of(model.config)):
             found: Any = model(input_ids=tokens, position_ids=positions, use_cache=False)
         return found.logits[0, second]
 
-    one, other = logits(ids), logits(changed)
-    return float(((one - other).norm(dim=-1) / one.norm(dim=-1)).max())
+    alone: Any = model(input_ids=ids[:, second], use_cache=False)
+    one = logits(ids)
+    others, alone = (float(((one - other).norm(dim=-1) / one.norm(dim=-1)).max()) for other in (logits(changed), alone.logits[0]))
+    return PackedDeviations(others, alone)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import AttentionMaskInterface, PreTrainedModel
 
+from fsdp_tune.model import mixers
 from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE, VERIFY_SHAPES
 from fsdp_tune.model.kernels import head
 from fsdp_tune.model.kernels.attention import has_variable_lengths
@@ -97,7 +98,9 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> R
     mesh, groups = make_mesh(recipe, fake_gpu.DEVICE), make_groups(recipe, fake_gpu.DEVICE)
     join_groups(model, groups)
     fake, masks = FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True), _masks(has_masks=has_masks)
-    with values_of_host(), fake, masks, _no_garbage(), attention.installed():
+    # Fake position ids have no documents, so mixers are traced with complete rows: as many operations for as many tokens.
+    complete_rows = replaced(mixers, "known_documents", nothing)
+    with values_of_host(), fake, masks, complete_rows, _no_garbage(), attention.installed():
         micro_batch = recipe.training.per_device_train_batch_size
         recorder = Recorder(fake_gpu.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile)
         on_fake_device(model, where)

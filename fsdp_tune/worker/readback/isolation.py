@@ -24,7 +24,7 @@ from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.packing import leak_problem
 from fsdp_tune.model.sequence_parallel import attention_disabled, rows_known, sequence_group_of, shared_rows
 from fsdp_tune.model.shard.gathered import outside_step
-from fsdp_tune.model.shard.local import bare_class
+from fsdp_tune.model.shard.local import bare_class, bare_model
 from fsdp_tune.model.step import compute_context, model_inputs
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -98,7 +98,8 @@ def deviations(recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator
         """`complete`: each rank computes the rows alone, also if it shares them."""
         batch = collator(list(batch_rows))
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
-        known = packing_known(is_packed="position_ids" in tensors) if complete else rows_known(wrapped, tensors)
+        kernel = attention_of(bare_model(wrapped).config)
+        known = packing_known(tensors.get("position_ids"), kernel) if complete else rows_known(wrapped, tensors)
         with outside_step(wrapped, device), known, compute_context(recipe, device.type):
             found: torch.Tensor = wrapped(**model_inputs(tensors), use_cache=False).logits
             return found if (shared := shared_rows()) is None else shared.all_tokens(found)
@@ -180,7 +181,7 @@ def not_shareable(found: Deviations, recipe: Recipe, model: PreTrainedModel) -> 
 
 
 def not_isolated(deviation: float, model_name: str, config: PreTrainedConfig) -> FailedError:
-    return FailedError(leak_problem(deviation, model_name, config, attention_of(config)))
+    return FailedError(leak_problem(deviation, model_name, attention_of(config)))
 
 
 def not_causal(deviation: float, model_name: str, config: PreTrainedConfig) -> FailedError:

@@ -358,6 +358,16 @@ def _lifetimes(trace: Trace) -> list[tuple[int, int]]:
     return sorted(lives)
 
 
+@pytest.mark.slow
+def test_packed_rows_of_a_hybrid_are_traced_complete() -> None:
+    """Fake position ids have no examples. The convolution is computed for all tokens of the row."""
+    config = FAMILIES["lfm2"] | {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    data = {"train": [{"path": "x"}], "max_length": 64, "packing": True}
+    packed, plain = (trace_of(recipe_of({"from_config": config}, data=data | {"packing": packing})) for packing in (True, False))
+    flops = [int(trace.ops["flops"].sum()) for trace in (packed, plain)]
+    assert flops[1] <= flops[0] <= 1.02 * flops[1]  # the mask
+
+
 def test_trace_round_trips_through_file() -> None:
     again = Trace.from_bytes(whole().to_bytes())
     assert np.array_equal(again.events, whole().events)

@@ -1,0 +1,251 @@
+"""Token mixers, such as linear attention, state spaces and short convolutions, on packed rows: each example by itself.
+
+A mixer reads the tokens before it from a state of its own, which no mask interrupts. So its forward is called for the documents of a row
+in place of the row: the states start from nothing at each, whatever the mixer computes and with any kernel. Where all of its kernels take
+the lengths of the documents, they get those, and the mixer is called once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fsdp_tune.core.errors import Notice, Where, usage_error
+from fsdp_tune.core.families import CACHE_ARGUMENTS, EXAMPLE_LENGTHS
+from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
+from fsdp_tune.model.known_rows import Documents, known_documents
+from fsdp_tune.model.model_files import KernelChoice
+from fsdp_tune.model.shard.local import bare_class
+from fsdp_tune.recipe.rules.limits import computes_in_fp8
+from fsdp_tune.recipe.schema.recipe import Recipe
+
+MOST_PADDING = 0.25
+"""Documents that are computed together are padded to the longest of them, by this share of their tokens at most."""
+_ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "scaled_dot_product_attention", "softmax"})
+"""Names in the code of attention, which separates examples by a mask or by their lengths."""
+
+
+def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the mixers of a model by name: the outermost modules inside a layer that need earlier tokens and hold no attention.
+
+    A module that needs earlier tokens takes the cache, from which it reads them when it generates.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found) or not _takes_cache(module):
+            continue
+        if not any(_is_layer(inner) or _is_attention(inner) for inner in module.modules()):
+            found[name] = module
+    return found
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer | PreTrainedModel)
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return not CACHE_ARGUMENTS.isdisjoint(inspect.signature(bare_class(module).forward).parameters)
+
+
+@functools.cache
+def _names_in_code(module_class: type[nn.Module]) -> frozenset[str]:
+    """Return the names that the methods of a class use, without those of `nn.Module`."""
+    own = (each for each in module_class.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch."))
+    methods = [inspect.unwrap(value) for each in own for value in vars(each).values() if inspect.isfunction(value)]
+    return frozenset(name for method in methods for name in method.__code__.co_names)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return not _ATTENTION.isdisjoint(_names_in_code(bare_class(module)))
+
+
+def takes_lengths(mixer: nn.Module) -> bool:
+    """Return whether the kernels of a mixer are those of packages that take the lengths of documents, which its forward passes on."""
+    parameters = inspect.signature(bare_class(mixer).forward).parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return False
+    used = _names_in_code(bare_class(mixer))
+    functions = [value for name, value in vars(sys.modules[bare_class(mixer).__module__]).items() if name in used]
+    kernels = [kernel for function in functions if (kernel := kernel_with_fallback(function)) is not None and kernel.trains]
+    return bool(kernels) and all(kernel.takes_lengths for kernel in kernels)
+
+
+def packs(recipe: Recipe) -> bool:
+    """Return whether rows of training or of an evaluation hold several examples."""
+    return recipe.data.packing or bool(recipe.data.eval_packing)
+
+
+def choose_packing(recipe: Recipe, model: nn.Module) -> dict[str, KernelChoice]:
+    """Return how the mixers of a model keep packed examples apart, by recipe key; empty if it has none, or rows are not packed.
+
+    Raises: usage error with `kernels.compile`, which would compile another graph for every set of lengths.
+    """
+    mixers = find_mixers(model) if packs(recipe) else {}
+    if not mixers:
+        return {}
+    kinds = sorted({bare_class(mixer).__name__ for mixer in mixers.values()})
+    if recipe.kernels.compile:
+        message = f"`kernels.compile` with packed rows: {' and '.join(kinds)} would need another graph for every set of lengths of examples"
+        raise usage_error("packing-not-compiled", message, where=Where(key="kernels.compile"), hint="--set kernels.compile=false")
+    if all(takes_lengths(mixer) for mixer in mixers.values()):
+        return {"data.packing": KernelChoice("by lengths", f"the kernels of {', '.join(kinds)} take the lengths of examples")}
+    price = f"one call for examples of similar length, with at most {MOST_PADDING:.0%} more tokens"
+    return {
+        "data.packing": KernelChoice(
+            "by example", f"{', '.join(kinds)} compute{'s' if len(kinds) == 1 else ''} each example alone: {price}"
+        )
+    }
+
+
+def packing_notices(choice: KernelChoice | None) -> list[Notice]:
+    """Return a notice of what packing costs a model whose mixers are called by example. `choice`: that of `choose_packing`."""
+    if choice is None or choice.value != "by example":
+        return []
+    return [Notice("packing-by-example", choice.reason, where=Where(key="data.packing"))]
+
+
+def separate_packed(recipe: Recipe, model: nn.Module) -> None:
+    """Make the mixers of a model compute the examples of packed rows, if the recipe packs rows."""
+    if packs(recipe):
+        separate_documents(model, recipe.data.pad_to_multiple_of if computes_in_fp8(recipe) else 1)
+
+
+def separate_documents(model: nn.Module, multiple_of: int = 1) -> dict[str, nn.Module]:
+    """Make the mixers of a model compute the documents of packed rows, padded to a multiple of tokens. Return them by name."""
+    mixers = find_mixers(model)
+    for mixer in mixers.values():
+        call_by_documents(mixer, multiple_of)
+    return mixers
+
+
+def call_by_documents(mixer: nn.Module, multiple_of: int = 1) -> None:
+    """Make a mixer compute the documents of packed rows, while they are known (`known_rows.packing_known`), in place of the rows."""
+    forward = mixer.forward
+    call = _at_once if takes_lengths(mixer) else functools.partial(_in_groups, multiple_of)
+
+    @functools.wraps(forward)
+    def by_documents(*args: Any, **kwargs: Any) -> Any:
+        documents = known_documents()
+        return forward(*args, **kwargs) if documents is None else call(forward, documents, args, kwargs)
+
+    mixer.forward = by_documents  # type: ignore[method-assign]
+
+
+def _at_once(forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the forward for all rows as one, and pass on where its documents end."""
+    rows, tokens = documents.position_ids.shape
+
+    def flat(value: Any) -> Any:
+        is_by_token = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == tokens and value.shape[0] in (1, rows)
+        return value.expand(rows, *value.shape[1:]).flatten(0, 1)[None] if is_by_token else value
+
+    args, kwargs = _mapped(flat, (args, _without_lengths(kwargs)))
+    found = forward(*args, **kwargs, **documents.lengths)
+    return _mapped(lambda value: value[0].unflatten(0, (rows, tokens)) if isinstance(value, torch.Tensor) else value, found)
+
+
+def _in_groups(multiple_of: int, forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read."""
+    spans, given = documents.spans, (args, _without_lengths(kwargs))
+    groups = groups_of_lengths([length for _, _, length in spans])
+    shape = documents.position_ids.shape
+    outputs = [_called(forward, given, [spans[index] for index in group], shape, multiple_of) for group in groups]
+    return _joined([found for found, _ in outputs], outputs[0][1], groups, documents)
+
+
+def _called(
+    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[tuple[int, int, int]], shape: torch.Size, multiple_of: int
+) -> tuple[Any, int]:
+    """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
+    longest = -(-max(length for _, _, length in spans) // multiple_of) * multiple_of
+    while True:
+        args, kwargs = _mapped(functools.partial(_cut, spans, longest, shape), given)
+        found = forward(*args, **kwargs)
+        if not any(tensor.shape[1:3] == (longest, longest) for tensor in _tensors(found)):
+            return found, longest
+        longest += multiple_of  # as many heads as tokens: with more tokens it shows which dimension has the tokens
+
+
+def _without_lengths(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in EXAMPLE_LENGTHS}
+
+
+def _cut(spans: Sequence[tuple[int, int, int]], longest: int, shape: torch.Size, value: Any) -> Any:
+    """Return [documents, longest, ...] of a tensor [rows or 1, tokens, ...]; anything else is the same for all documents.
+
+    The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is left out.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    rows, tokens = shape
+    if value.ndim == 4 and value.shape[-2:] == (tokens, tokens):
+        return None
+    if value.ndim < 2 or value.shape[1] != tokens or value.shape[0] not in (1, rows):
+        return value
+    documents = [value[row % value.shape[0], start : start + length] for row, start, length in spans]
+    return torch.stack([_padded(document, longest) for document in documents])
+
+
+def _padded(document: torch.Tensor, longest: int) -> torch.Tensor:
+    """Return a document with its last token repeated, without gradients: no value is unusual, so that no gradient is NaN times zero."""
+    missing = longest - len(document)
+    return torch.cat([document, document[-1:].detach().expand(missing, *document.shape[1:])]) if missing else document
+
+
+def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents) -> Any:
+    """Return the output for the rows from those for each group of documents. `longest`: the tokens of the first group.
+
+    A tensor has its tokens in dimension 1, or after the heads. One without tokens is a state, which only generation reads: None.
+    """
+    first = found[0]
+    if isinstance(first, dict):
+        return {name: _joined([each[name] for each in found], longest, groups, documents) for name in first}
+    if isinstance(first, tuple | list):
+        return tuple(_joined(parts, longest, groups, documents) for parts in zip(*found, strict=True))
+    if not isinstance(first, torch.Tensor):
+        return first
+    dim = next((dim for dim in (1, 2) if first.ndim > dim and first.shape[dim] == longest), None)
+    if dim is None:
+        return None
+    where = {index: (number, at) for number, group in enumerate(groups) for at, index in enumerate(group)}
+    pieces: list[torch.Tensor] = []
+    for index, (_, _, length) in enumerate(documents.spans):
+        number, at = where[index]
+        pieces.append(found[number][at].narrow(dim - 1, 0, length))
+    return torch.cat(pieces, dim - 1).unflatten(dim - 1, documents.position_ids.shape).movedim(dim - 1, 0)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return arguments or outputs with `function` of each value in their tuples, lists and dictionaries."""
+    if isinstance(value, dict):
+        return {name: _mapped(function, each) for name, each in value.items()}
+    return tuple(_mapped(function, each) for each in value) if isinstance(value, tuple | list) else function(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def groups_of_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the indices of documents in groups that waste at most `MOST_PADDING` of their tokens when padded to the longest."""
+    groups: list[list[int]] = []
+    longest = filled = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if not groups or longest * (len(groups[-1]) + 1) > (1 + MOST_PADDING) * (filled + lengths[index]):
+            groups.append([])
+            longest, filled = lengths[index], 0
+        groups[-1].append(index)
+        filled += lengths[index]
+    return groups
