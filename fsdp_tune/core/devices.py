@@ -26,6 +26,7 @@ import yaml
 
 from fsdp_tune.core.cgroups import core_limit, memory_limit
 from fsdp_tune.core.nvml import NVML_SUCCESS, Nvml, open_nvml
+from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.version import __version__
 
 TORCH_FACTS_SECONDS = 120.0
@@ -323,6 +324,8 @@ def torch_facts() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"torch did not answer within {TORCH_FACTS_SECONDS:.0f} s"}
     if done.returncode != 0:
+        if (refused := find_refusal(done.stderr)) is not None:
+            return {"error": refused.message}
         lines = done.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"torch ended with exit code {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])
