@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,7 @@ from fsdp_tune.cli.runs import evaluate, merge_checkpoint, push, report, status
 from fsdp_tune.cli.submit import submit
 from fsdp_tune.cli.train import plan, rehearse, train, validate
 from fsdp_tune.cli.verbs import Screen, split_words
-from fsdp_tune.core.errors import ExitCode, Problem
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.processes import StoppedBySignal, continue_in_utf8, open_standard_streams, reset_inherited
 from fsdp_tune.core.units import shown
 from fsdp_tune.core.version import __version__
@@ -34,14 +35,19 @@ MISSING_COMMAND = "Missing command."
 """Typer's message for `fsdp-tune`, `fsdp-tune cache` and other groups without a command."""
 
 
+MAY_BE_EMPTY = ("--system",)
+"""Options whose value is a text, not a name or a path."""
+
+
 class Commands(TyperGroup):
     """Prints usage errors like all other errors. Typer itself prints them as text, even with `--json`."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        arguments = list(extra.get("args") or sys.argv[1:])
         try:
+            _refuse_empty_words(arguments)
             code = super().main(*args, standalone_mode=False, **extra)
         except typer.TyperException as error:
-            arguments = list(extra.get("args") or sys.argv[1:])
             context = getattr(error, "ctx", None)
             if context is not None and error.format_message() == MISSING_COMMAND and "--json" not in arguments:
                 is_bare = context.parent is None  # a first look at the program
@@ -50,11 +56,27 @@ class Commands(TyperGroup):
             else:
                 Screen(json_output="--json" in arguments).close([_usage_problem(error)])
                 code = ExitCode.USAGE
+        except FsdpTuneError as error:
+            Screen(json_output="--json" in arguments).close(error.problems)
+            code = error.exit_code
         except (typer.Abort, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else 0)
         return code
+
+
+def _refuse_empty_words(arguments: Sequence[str]) -> None:
+    """Refuse an empty word: mostly an unset variable of a script, and as a path the current directory. Raises: usage error.
+
+    Words after `--` are for accelerate.
+    """
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    for before, word in zip(["", *words], words, strict=False):
+        option = word.removesuffix("=") if re.fullmatch(r"--[a-z-]+=", word) else before if before.startswith("-") else None
+        if (word == "" or (word.endswith("=") and option == word[:-1])) and option not in MAY_BE_EMPTY:
+            message = f"the value of `{option}` is empty" if option is not None else "an argument is empty"
+            raise usage_error("usage", message, hint="give a value; a variable of the shell that is not set is empty")
 
 
 class LaunchingCommand(TyperCommand):

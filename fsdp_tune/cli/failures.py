@@ -13,6 +13,7 @@ from fsdp_tune.cli.terminal import printable, write_text
 from fsdp_tune.core.errors import ExitCode, Problem
 from fsdp_tune.core.library_errors import as_os_error
 from fsdp_tune.core.limits import limit_problem
+from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import shown
 
 _REMEDIES = {
@@ -28,9 +29,15 @@ _MISTYPED = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """Return the exit code for an exception that nothing has caught: that of usage for a path that cannot exist."""
+    """Return the exit code for an exception that nothing has caught: that of usage for a path or a variable that cannot be right."""
+    if _refusal(error) is not None:
+        return ExitCode.USAGE
     found = as_os_error(error)
     return ExitCode.USAGE if isinstance(found, OSError) and found.errno in _MISTYPED else ExitCode.FAILED
+
+
+def _refusal(error: BaseException) -> Problem | None:
+    return find_refusal("".join(traceback.format_exception(error)))
 
 
 def _file_system_problem(error: OSError, log: str) -> Problem:
@@ -45,12 +52,12 @@ def _file_system_problem(error: OSError, log: str) -> Problem:
 
 
 def problem_of(error: BaseException, directory: Path | None) -> Problem:
-    """Return the problem of an exception that nothing has caught: a limit of the system, a file that cannot be used, or a bug.
+    """Return the problem of an exception that nothing has caught: a variable, a limit of the system, a file, or a bug.
 
     `directory`: of the run's logs, where the traceback is written; None: there is none.
     """
-    if (limit := limit_problem(error)) is not None:
-        return limit
+    if (known := limit_problem(error) or _refusal(error)) is not None:
+        return known
     found, log = as_os_error(error), _log_traceback(directory)
     if isinstance(found, OSError):
         return _file_system_problem(found, log)

@@ -24,6 +24,7 @@ from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.limits import is_panic
 from fsdp_tune.core.processes import stop_signals_raise
+from fsdp_tune.core.refused_variables import refuse_odd_booleans
 from fsdp_tune.core.units import MIB
 from fsdp_tune.jobs.observer import Observer, PlanStage
 
@@ -293,6 +294,7 @@ def command(json_output: bool) -> Iterator[Screen]:
     try:
         with stop_signals_raise():
             _refuse_bytes_that_are_no_text()
+            refuse_odd_booleans(os.environ)
             yield screen
     except typer.Exit:
         screen.close()

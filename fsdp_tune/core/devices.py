@@ -17,19 +17,19 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fsdp_tune.core.cgroups import core_limit, memory_limit
 from fsdp_tune.core.nvml import NVML_SUCCESS, Nvml, open_nvml
+from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.version import __version__
 
 TORCH_FACTS_SECONDS = 120.0
-OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-"""The control groups of this process, and where their limits are."""
 AMD_NODES, DRM = Path("/sys/class/kfd/kfd/topology/nodes"), Path("/sys/class/drm")
 """The nodes of AMD's driver, which are CPUs and GPUs, and the kernel's graphics devices, by the number of their render node."""
 
@@ -66,7 +66,8 @@ class Device:
 def available_cores() -> int:
     """Return the number of cores that this process may use, limited by `taskset` and the CPU time of a container; on macOS, all cores."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([allowed, *_core_quotas()])
+    limit = core_limit()
+    return allowed if limit is None else min(allowed, limit.value)
 
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -83,36 +84,6 @@ def has_bf16_instructions() -> bool:
         return False
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return found is not None and not _BF16_FLAGS.isdisjoint(found[1].split())
-
-
-def _core_quotas() -> Iterator[int]:
-    """Yield the CPU time of this process's control group and of those around it, in cores, rounded up, where it is limited.
-
-    `docker run --cpus` and Kubernetes limit the time and leave all cores visible: threads for each of them would wait for it in turns.
-    """
-    try:
-        groups = [line.split(":", 2)[1:] for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines()]
-    except OSError:  # not Linux
-        return
-    for controllers, group in groups:
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        folder = GROUPS / controllers  # of version 1 each; one of version 2 has no name
-        for parent in {folder / path.relative_to("/") for path in (Path(group), *Path(group).parents)}:
-            quota, period = _cpu_time(parent)
-            if quota > 0 and period > 0:
-                yield max(1, -(-quota // period))
-
-
-def _cpu_time(group: Path) -> tuple[int, int]:
-    """Return the CPU time of a control group in each period, both in microseconds, by cgroup v2 or v1; 0 if it is not limited."""
-    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        try:
-            words = " ".join((group / name).read_text(encoding="ascii") for name in files).split()
-            return (int(words[0]), int(words[1])) if words[0] not in ("max", "-1") else (0, 0)
-        except (OSError, ValueError, IndexError):
-            continue
-    return 0, 0
 
 
 def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> Machine:
@@ -353,6 +324,8 @@ def torch_facts() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"torch did not answer within {TORCH_FACTS_SECONDS:.0f} s"}
     if done.returncode != 0:
+        if (refused := find_refusal(done.stderr)) is not None:
+            return {"error": refused.message}
         lines = done.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"torch ended with exit code {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])
@@ -401,7 +374,7 @@ def host() -> dict[str, Any]:
         "usable_cores": available_cores(),
         "memory_bytes": memory.get("MemTotal"),
         "memory_available_bytes": memory.get("MemAvailable"),
-        "memory_limit_bytes": _container_limit_bytes(),
+        "memory_limit_bytes": limit.value if (limit := memory_limit()) is not None else None,
         "shared_memory_bytes": shared.total if shared else None,
         "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_memory_limit_bytes": _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
@@ -419,17 +392,6 @@ def _memory_info() -> dict[str, int]:
     except OSError:
         return {}
     return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-
-
-def _container_limit_bytes() -> int | None:
-    """Return the memory limit of the control group (cgroup v2, then v1); None if there is none."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
-    return None
 
 
 def interconnect() -> dict[str, Any]:

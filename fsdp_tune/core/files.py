@@ -6,6 +6,7 @@ Whatever reads the files of a run or of a checkpoint opens them here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
@@ -56,6 +57,17 @@ def open_descriptor(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """Return the directories in a directory, sorted; [] for one that may not be read. `Path.is_dir` raises for links that may not."""
+    found: list[Path] = []
+    with contextlib.suppress(PermissionError, FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(PermissionError, FileNotFoundError):
+                if entry.is_dir():
+                    found.append(folder / entry.name)
+    return sorted(found)
 
 
 def open_regular(path: Path) -> IO[bytes]:

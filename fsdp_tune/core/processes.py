@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.core.parent_death import ends_with_parent
+from fsdp_tune.core.refused_variables import raise_if_refused
 from fsdp_tune.core.user_cache import compiler_variables
 
 _STARTING = threading.Lock()
@@ -80,9 +81,13 @@ def release(child: subprocess.Popen[str]) -> None:
 
 
 def describe_failure(exit_code: int, errors: str) -> str:
-    """Describe how a child failed: the signal that killed it, or the last line of its error output."""
+    """Describe how a child failed: the signal that killed it, or the last line of its error output.
+
+    Raises: usage error if a library of the child refused an environment variable.
+    """
     if exit_code < 0:
         return f"its process was killed by {signal.Signals(-exit_code).name}"
+    raise_if_refused(errors)
     lines = [line for line in errors.splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"its process ended with exit code {exit_code}"
 

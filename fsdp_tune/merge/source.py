@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
-from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.files import folders_in, read_regular
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.core.units import parse_bytes
@@ -152,6 +152,8 @@ def select_checkpoint(source: Path, choice: CheckpointChoice) -> Selection:
             where=Where(str(source)),
             hint="give a run directory, a `checkpoint-N`, or a folder of `.distcp` shards",
         )
+    if not source.is_dir() and not source.is_file():
+        raise usage_error("merge-source-not-found", "this is neither a file nor a directory", where=Where(str(source)))
     found = find_weights(source)
     if found is None and _is_run(source):
         return _select_in_run(RunDir(source.resolve()), choice)
@@ -234,7 +236,7 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
             "of all else give the directory",
         )
     inside = sorted(source.iterdir())
-    below = sorted((path for path in inside if path.is_dir() and find_weights(path)), key=lambda path: checkpoint_step(path) or 0)
+    below = sorted((path for path in folders_in(source) if find_weights(path)), key=lambda path: checkpoint_step(path) or 0)
     wanted = f"give a run directory, a `checkpoint-N`, or the folder that holds `{METADATA_NAME}` and the `.distcp` files"
     return usage_error(
         "merge-nothing-found",
@@ -245,9 +247,11 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
 
 
 def _of_verl(source: Path) -> Path | None:
-    patterns = ("*_rank_*.pt", "*/*_rank_*.pt", "*/*/*_rank_*.pt")
-    found = [source] if source.is_file() else [path for pattern in patterns for path in source.glob(pattern)]
-    return next((path for path in sorted(found) if is_of_verl(path)), None)
+    if source.is_file():
+        return source if is_of_verl(source) else None
+    folders = [source, *(inner := folders_in(source)), *(each for folder in inner for each in folders_in(folder))]
+    found = sorted(path for folder in folders for path in folder.glob("*_rank_*.pt"))
+    return next((path for path in found if is_of_verl(path)), None)
 
 
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:

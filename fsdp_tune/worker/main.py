@@ -18,6 +18,7 @@ from fsdp_tune.core.devices import lost_devices
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.gpu_failures import device_failure, device_fault
 from fsdp_tune.core.library_errors import PEER_LOST, as_os_error
+from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
@@ -165,6 +166,8 @@ def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter
         return Outcome(ExitCode.LOST_RANK, ExitReason.LOST_RANK, Problem("lost-rank", f"another rank is gone ({lost})"), trace)
     if trainer is not None and (problem := trainer.parts.rows.problem_of(error, trainer.state.global_step)) is not None:
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, trace)
+    if (refused := find_refusal(trace)) is not None:
+        return Outcome(ExitCode.USAGE, ExitReason.FAILED, refused, trace)
     message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     return Outcome(ExitCode.FAILED, ExitReason.FAILED, Problem("worker-failed", message, hint="the traceback is in the rank's log"), trace)
 

@@ -24,6 +24,7 @@ from fsdp_tune.jobs import inspection as checks
 from fsdp_tune.merge import merging
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
+from tests.cli.conftest import Cli
 from tests.cli.forked import Fork, command, ended
 from tests.launch.links import until
 from tests.recipe.loading import MINIMAL
@@ -138,3 +139,16 @@ def test_job_that_is_suspended_beyond_the_limit_goes_on(tmp_path: Path) -> None:
     assert process.wait(60) == ExitCode.PREEMPTED
     [line] = [line for line in read_metrics(run) if line.get("event") == "continued"]
     assert 18 < line["seconds"] < 25
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_start_slower_than_the_hang_timeout_is_no_hang(tmp_path: Path, cli: Cli) -> None:
+    """Imports on a busy machine or a cold file system, here slept away before any import of the ranks."""
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ:\n    time.sleep(75)\n", encoding="utf-8")
+    keys = ("launch.hang_timeout=15s", "training.max_steps=3", "merge.at_end=false", f"output_dir={tmp_path / 'run'}")
+    options = [word for key in keys for word in ("--set", key)]
+    done = cli("train", "--config", "gpt2_smoke", *options, PYTHONPATH=f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert done.returncode == 0, done.stderr

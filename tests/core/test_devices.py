@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core import devices
-from fsdp_tune.core.devices import Device, available_cores, select, this_machine, torch_facts, visible_devices
+from fsdp_tune.core.devices import Device, select, this_machine, torch_facts, visible_devices
 from fsdp_tune.core.gpus import detect
 
 FOUR = [Device("cuda", "H100", f"GPU-{index}{index}ab", 80 << 30) for index in range(4)]
@@ -127,35 +127,6 @@ def test_torch_confirms_detected_devices() -> None:
     assert facts["device"] == (cheap[0].kind if cheap else None)
     assert facts["device_count"] == len(cheap)
     assert "gloo" in facts["backends"]
-
-
-@pytest.mark.parametrize(
-    ("line", "files", "cores"),
-    [
-        ("0::/", {"cpu.max": "150000 100000"}, [2]),
-        ("0::/", {"cpu.max": "max 100000"}, []),
-        ("0::/", {"cpu.max": "5000 100000"}, [1]),
-        ("0::/pod/it", {"pod/it/cpu.max": "max 100000", "pod/cpu.max": "400000 100000"}, [4]),
-        ("0::/of/the/host", {"cpu.max": "200000 100000"}, [2]),  # a container that sees its own group at the root
-        ("3:cpu,cpuacct:/pod", {"cpu,cpuacct/pod/cpu.cfs_quota_us": "300000", "cpu,cpuacct/pod/cpu.cfs_period_us": "100000"}, [3]),
-        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
-        ("3:memory:/", {"cpu.max": "100000 100000"}, []),
-        ("0::/", {"cpu.max": ""}, []),
-        ("0::/", {}, []),
-    ],
-)
-def test_cores_are_limited_by_the_cpu_time_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, files: dict[str, str], cores: list[int]
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    (tmp_path / "own").write_text(line + "\n")
-    monkeypatch.setattr(devices, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(devices, "GROUPS", tmp_path)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
-    assert available_cores() == min([64, *cores])
-    assert this_machine("cpu").cores == min([64, *cores])
 
 
 @pytest.mark.parametrize(

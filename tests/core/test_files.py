@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.core import files
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.files import UnsuitableFileError, lines_of, open_regular, read_regular
+from fsdp_tune.core.files import UnsuitableFileError, folders_in, lines_of, open_regular, read_regular
 from tests.time_limit import limited
 
 
@@ -79,3 +79,13 @@ def test_line_without_end_is_left_out_above_its_limit(tmp_path: Path, monkeypatc
     path = tmp_path / "lines"
     path.write_bytes(b"one\n" + b"x" * 500 + b"\ntwo\n" + b"y" * 500)
     assert list(lines_of(path)) == [b"one", b"two"]
+
+
+def test_folders_of_a_directory_that_holds_closed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b" / "inner").mkdir(parents=True)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("a")
+    assert folders_in(tmp_path) == [tmp_path / "a", tmp_path / "b", tmp_path / "link"]
+    monkeypatch.setattr(os, "scandir", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    assert folders_in(tmp_path) == []

@@ -43,6 +43,7 @@ def quick_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "ECHO_SECONDS", 0.15)
     monkeypatch.setattr(hang, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(rank_watch, "READS_PER_SECOND", 50.0)
+    monkeypatch.setattr(rank_watch, "STARTUP_SECONDS", 0.0)
 
 
 @pytest.fixture

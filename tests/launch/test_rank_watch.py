@@ -114,6 +114,49 @@ def test_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of: C
     assert LIMIT_SECONDS - 2 <= found <= LIMIT_SECONDS + 3
 
 
+def starting(ranks: Ranks, status: str) -> RankWatch:
+    """A watch of ranks that have written no heartbeat yet."""
+    ranks.processes = {rank: SimpleNamespace(pid=rank, status=lambda: status) for rank in ranks.processes}
+    ranks.stopped |= set(ranks.processes)
+    return RankWatch(ranks.run, range(ranks.count))
+
+
+@pytest.mark.parametrize("status", [psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP])
+def test_start_that_is_slow_is_no_hang_however_short_the_timeout(status: str, ranks_of: Callable[[int], Ranks]) -> None:
+    ranks = ranks_of(2)
+    watch = starting(ranks, status)
+    assert ranks.hang_found_after(watch, 10 * LIMIT_SECONDS) is None
+    assert not watch.is_quiet(LIMIT_SECONDS), "other machines do not take this one for silent either"
+    ranks.phase, ranks.stopped = "importing", {1}
+    assert ranks.hang_found_after(watch, 5 * LIMIT_SECONDS) is None, "one imports, without reading anything; the other has not begun"
+    ranks.phase, ranks.stopped = "training", set()
+    ranks.progress()
+    found = ranks.hang_found_after(watch, 60)
+    assert found is not None, "from then on the timeout holds"
+    assert LIMIT_SECONDS - 1 <= found <= LIMIT_SECONDS + 3
+
+
+def test_start_that_never_ends_is_a_hang(ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "STARTUP_SECONDS", 5 * LIMIT_SECONDS)
+    ranks = ranks_of(2)
+    found = ranks.hang_found_after(starting(ranks, psutil.STATUS_SLEEPING), 10 * LIMIT_SECONDS)
+    assert found is not None
+    assert 0 <= found - 5 * LIMIT_SECONDS <= 3
+
+
+def test_process_that_is_stopped_before_its_first_heartbeat_is_a_hang(
+    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = ranks_of(2)
+    found = ranks.hang_found_after(starting(ranks, psutil.STATUS_STOPPED), 60)
+    assert found is not None
+    assert 0 <= found - LIMIT_SECONDS <= 3
+    monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_STOPPED)  # the launcher's
+    found = ranks.hang_found_after(starting(ranks, psutil.STATUS_SLEEPING), 60)
+    assert found is not None
+    assert 0 <= found - LIMIT_SECONDS <= 3
+
+
 def test_job_that_was_suspended_as_a_whole_does_not_hang(ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, lived = ranks_of(2), LivedClock()
     monkeypatch.setattr(watches, "LIVED", SimpleNamespace(now=lambda: lived.at(ranks.clock.now), at=lived.at))

@@ -48,6 +48,7 @@ def test_errors_are_in_the_document_with_their_exit_code(run, tmp_path):
     for arguments, code, exit_code in (
         ((run, "--step", 7), "merge-no-such-step", 2),
         ((tmp_path / "nowhere",), "merge-source-not-found", 2),
+        (("/dev/null",), "merge-source-not-found", 2),
         ((run, "--output", run), "merge-output-is-input", 2),
         ((run, "--output", run / "checkpoint-5" / "merged"), "output-in-checkpoint", 2),
         ((run, "--max-shard-size", "5"), "merge-shard-size", 2),

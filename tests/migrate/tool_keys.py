@@ -1,6 +1,7 @@
-"""Generate the keys and defaults of other tools from their sources: `python -m tests.migrate.tool_keys TOOL=DIRECTORY …`.
+"""Generate the keys and defaults of other tools from their sources: `python -m tests.migrate.tool_keys [--check] TOOL=DIRECTORY …`.
 
-A directory is the package of the tool: `axolotl`, `trl`, `llamafactory`, `swift`. Nothing of it is run.
+A directory is the package of the tool: `axolotl`, `trl`, `llamafactory`, `swift`. Nothing of it is run. A key that a tool no longer has
+stays in the table, for files of its older versions. With `--check` nothing is written, and a key that the table lacks is an error.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def keys_of(tool: str, package: Path) -> dict[str, Any]:
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
     for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and not statement.target.id.startswith("_"):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        is_constant = ast.unparse(statement.annotation).startswith("ClassVar") or statement.target.id.isupper()
+        if not is_constant and not statement.target.id.startswith("_"):
             yield statement.target.id, _default(statement.value)
 
 
@@ -71,10 +75,34 @@ def _default(value: ast.expr | None) -> Any:
     return found if isinstance(found, str | int | float | bool | list) else None  # pyright: ignore[reportUnknownVariableType]
 
 
-if __name__ == "__main__":
+def differences(tool: str, table: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return a line for each key of a tool that its table lacks, or has with another default."""
+    new = [f"{tool} has the key `{key}`, which the table lacks" for key in found if key not in table]
+    other = [
+        key
+        for key in found
+        if key in table and (found[key] != table[key] or isinstance(found[key], bool) is not isinstance(table[key], bool))
+    ]
+    return new + [f"the default of {tool}'s `{key}` is {found[key]!r}, in the table {table[key]!r}" for key in other]
+
+
+def main(arguments: list[str]) -> int:
+    """Update the tables of the named tools, or check them. Returns the exit code."""
     tables: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
-    for argument in sys.argv[1:]:
-        name, _, directory = argument.partition("=")
-        tables[name] = keys_of(name, Path(directory))
-    lines = (f"  {json.dumps(tool)}: {json.dumps(keys)}" for tool, keys in sorted(tables.items()))
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    lines: list[str] = []
+    for name, _, directory in (argument.partition("=") for argument in arguments if argument != "--check"):
+        found = keys_of(name, Path(directory))
+        if not found:
+            lines.append(f"{directory} has no schema of {name}: {', '.join(SOURCES[name])}")
+        lines += differences(name, tables.get(name, {}), found)
+        tables[name] = dict(sorted({**tables.get(name, {}), **found}.items()))
+    if "--check" in arguments:
+        sys.stderr.writelines(f"{line}\n" for line in lines)
+        return 1 if lines else 0
+    rows = (f"  {json.dumps(tool)}: {json.dumps(keys)}" for tool, keys in sorted(tables.items()))
+    FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

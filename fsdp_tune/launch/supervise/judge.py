@@ -73,6 +73,8 @@ class LaunchObservation:
     """The supervisor killed ranks that did not end after the failure of another, or of their own, in time."""
     last_step: int = 0
     """The largest step in any heartbeat or metrics line; 0 before the first."""
+    refused_variable: Problem | None = None
+    """The environment variable that a library of the launcher or of a rank refused when it was imported."""
     disk_refusal: str | None = None
     """Why the logs cannot be written, so that ranks may have left no outcome; None if they can."""
 
@@ -95,11 +97,8 @@ def judge(seen: LaunchObservation) -> Verdict:
         return _ended(early, 0, None, first)
     if seen.elsewhere is not None and (failure is None or (isinstance(failure, Outcome) and failure.reason is ExitReason.LOST_RANK)):
         return _ended(ExitReason.LOST_RANK, step, seen.elsewhere, first)
-    if not isinstance(failure, Outcome) and not seen.outcomes:
-        if seen.signals and step == 0:  # no handler was installed yet, and there was nothing to save
-            return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, first)
-        if seen.launcher_code < 0 and not seen.signals:  # the ranks were killed with their parent
-            return _ended(ExitReason.LOST_RANK, step, _launcher_problem(seen), first)
+    if not isinstance(failure, Outcome) and not seen.outcomes and (silent := _without_outcomes(seen, step)) is not None:
+        return silent
     if failure is not None:
         return _failed(seen, failure, step, first)
     stopped = [outcome.reason for outcome in seen.outcomes.values() if outcome.reason in STOPPED]
@@ -111,6 +110,17 @@ def judge(seen: LaunchObservation) -> Verdict:
         message = f"stopped by {_names(seen.signals)} at step {step}, and the ranks ended before they had saved"
         return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message, hint=_log_hint(seen.launcher_log)), first)
     return _ended(ExitReason.FAILED, step, _launcher_problem(seen), first)
+
+
+def _without_outcomes(seen: LaunchObservation, step: int) -> Verdict | None:
+    """Judge a launch of which no rank has reported, where something outside the ranks explains that."""
+    if seen.refused_variable is not None:
+        return Verdict(ExitCode.USAGE, ExitReason.FAILED, step, seen.refused_variable)
+    if seen.signals and step == 0:  # no handler was installed yet, and there was nothing to save
+        return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, None)
+    if seen.launcher_code < 0 and not seen.signals:  # the ranks were killed with their parent
+        return _ended(ExitReason.LOST_RANK, step, _launcher_problem(seen), None)
+    return None
 
 
 def _ended(reason: ExitReason, step: int, problem: Problem | None, first: Outcome | None) -> Verdict:

@@ -42,6 +42,18 @@ ALL_ROUND_SECONDS = 2.0
 """Least time between two full reads of the heartbeats of this machine, while its ranks are silent."""
 
 
+STARTUP_SECONDS = 600.0
+"""Limit for a rank until its libraries are imported, unless `launch.hang_timeout` is longer. On a busy machine or a cold file system an
+import takes minutes, and stands still for many seconds, so a short `launch.hang_timeout` does not apply to it."""
+
+
+IMPORTING = "importing"
+
+
+HELD = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+"""States that no slow start explains."""
+
+
 ENDED_PHASES = ("finished", "failed")
 
 
@@ -83,6 +95,7 @@ class RankWatch:
         self._ended: dict[int, float] = {}
         self._outcome_seen: dict[int, float] = {}
         self._first_seen: float | None = None
+        self._launcher: psutil.Process | None = None
         self._tried_at = self._refused_at = float("-inf")
         self.disk_refusal: str | None = None
         """Why heartbeats cannot be written at present: a full or read-only disk. Silence counts from the end of that."""
@@ -100,6 +113,8 @@ class RankWatch:
 
     def poll(self, launcher_pid: int) -> None:
         now = LIVED.now()
+        if self._launcher is None and psutil.pid_exists(launcher_pid):
+            self._launcher = psutil.Process(launcher_pid)
         if len(self.processes) < len(self._ranks):
             self.processes.update(find_ranks(launcher_pid, self._ranks))
             if self.processes and self._first_seen is None:
@@ -189,9 +204,22 @@ class RankWatch:
             if rank in self.processes and now - seen > seconds and is_alive(self.processes[rank])
         ]
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether a rank of this machine has not imported its libraries yet."""
+        return any(
+            (sign.beat is None or sign.beat.phase == IMPORTING) and rank not in self._ended and rank not in self.outcomes
+            for rank, sign in self._signs.items()
+        )
+
+    def _limit(self, limit_seconds: float) -> float:
+        """Return how long the ranks may make no progress: while one starts, `STARTUP_SECONDS` or more, unless their launcher is stopped."""
+        is_slow = self.is_starting and (self._launcher is None or _status(self._launcher) not in HELD)
+        return max(limit_seconds, STARTUP_SECONDS) if is_slow else limit_seconds
+
     def is_quiet(self, limit_seconds: float) -> bool:
         """Return whether the ranks of this machine have made no progress for a while, as it reports to the others."""
-        return self.silent_seconds > min(limit_seconds / 2, QUIET_SECONDS)
+        return self.silent_seconds > (self._limit(limit_seconds) if self.is_starting else min(limit_seconds / 2, QUIET_SECONDS))
 
     def silence(self, limit_seconds: float, *, others_are_quiet: bool) -> float | None:
         """Return the seconds without progress if beyond the limit and all other machines are quiet, else None.
@@ -201,13 +229,13 @@ class RankWatch:
         """
         if self.failed_at is not None or all(rank in self.outcomes or rank in self._ended for rank in self._ranks):
             return None
-        if self.silent_seconds <= limit_seconds:
+        if self.silent_seconds <= self._limit(limit_seconds):
             return self._frozen_seconds(limit_seconds)
         if not others_are_quiet or LIVED.now() - self._all_read_at < ALL_ROUND_SECONDS:
             return None
         self.read_all()
         silent_seconds = self.silent_seconds
-        return silent_seconds if silent_seconds > limit_seconds else None
+        return silent_seconds if silent_seconds > self._limit(limit_seconds) else None
 
     @property
     def silent_seconds(self) -> float:
@@ -216,13 +244,16 @@ class RankWatch:
         return LIVED.now() - max([*progressed, *self._ended.values(), *self._outcome_seen.values(), self._refused_at])
 
     def _frozen_seconds(self, limit_seconds: float) -> float | None:
-        """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond the limit."""
+        """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond the limit.
+
+        Before the first one a rank in the kernel reads its libraries, and only a stopped one counts.
+        """
         now = LIVED.now()
         for rank, sign in self._signs.items():
             if rank not in self._ended and rank not in self.outcomes and now - sign.written_at > limit_seconds:
                 self._read(rank)
-                process = self.processes.get(rank)
-                if now - sign.written_at > limit_seconds and process is not None and _status(process) in STATES:
+                process, states = self.processes.get(rank), HELD if sign.beat is None else STATES
+                if now - sign.written_at > limit_seconds and process is not None and _status(process) in states:
                     return now - sign.written_at
         return None
 

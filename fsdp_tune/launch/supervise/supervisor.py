@@ -24,6 +24,7 @@ from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.core.processes import ends_with_parent, without_ignored
+from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.launches import Machines
@@ -316,12 +317,13 @@ class Supervisor:
             except FileNotFoundError:  # the run directory is gone, which is reported instead
                 return ""
 
+        launcher_text = written(self._plan.launcher_log)
         return LaunchObservation(
             run=self._run,
             ranks=self._plan.ranks,
             launcher_code=launcher_code,
             launcher_log=self._plan.launcher_log,
-            launcher_text=written(self._plan.launcher_log),
+            launcher_text=launcher_text,
             outcomes=watch.outcomes,
             deaths=watch.deaths,
             rank_texts={rank: written(self._run.rank_log(rank)) for rank in self._plan.ranks if rank not in watch.outcomes},
@@ -331,6 +333,7 @@ class Supervisor:
             elsewhere=self._elsewhere,
             killed_ranks=watch.expects_deaths,
             last_step=max(watch.last_step, self._last_logged_step),
+            refused_variable=None if watch.outcomes else find_refusal(launcher_text, self._plan.env),
             disk_refusal=disk_refusal(self._run) if len(watch.outcomes) < len(self._plan.ranks) else None,
         )
 

@@ -5,12 +5,14 @@ In a tree of folders that another tool wrote, such as {model, optimizer}, the we
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.files import folders_in
 from fsdp_tune.core.tensors.archive import Refused, StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.merge.read.dcp import only_optimizer_state, read_dcp
 from fsdp_tune.merge.read.hf_shards import read_hf_shards
@@ -209,13 +211,14 @@ def _number(name: str) -> int | None:
 
 def _folders(source: Path, depth: int) -> Iterator[Path]:
     """Yield the folders below that a merge could read, not those inside of them."""
-    for count, folder in enumerate(sorted(path for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))):
+    for count, folder in enumerate(path for path in folders_in(source) if not path.name.startswith(".")):
         if count == _MOST_FOLDERS:
             return
-        if find_weights(folder) is not None:
-            yield folder
-        elif depth > 1:
-            yield from _folders(folder, depth - 1)
+        with contextlib.suppress(PermissionError, FileNotFoundError):  # closed, or gone, as in /proc
+            if find_weights(folder) is not None:
+                yield folder
+            elif depth > 1:
+                yield from _folders(folder, depth - 1)
 
 
 def _holds_weights(folder: Path) -> bool:

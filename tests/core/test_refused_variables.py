@@ -1,0 +1,123 @@
+"""Environment variables that a library refuses when it is imported are named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.processes import describe_failure
+from fsdp_tune.core.refused_variables import find_refusal, refuse_odd_booleans
+
+TORCH = "import torch, torch.distributed"
+
+
+def stderr_of(code: str, **variables: str) -> tuple[str, dict[str, str]]:
+    environment = {**os.environ, **variables}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1, done.stderr
+    return done.stderr, environment
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "value", "library"),
+    [
+        ("import huggingface_hub.constants", "HF_HUB_DOWNLOAD_TIMEOUT", "abc", "huggingface_hub"),
+        *(
+            pytest.param(code, name, value, library, marks=pytest.mark.slow)
+            for code, name, value, library in (
+                (TORCH, "TORCH_LOGS", "garbage", "torch"),
+                (TORCH, "TORCH_LOGS_FORMAT", "%q", "torch"),
+                (TORCH, "TORCH_DISTRIBUTED_DEBUG", "garbage", "torch"),
+                (TORCH, "PYTORCH_JIT", "abc", "torch"),
+                ("import torch.distributed.run", "LOGLEVEL", "abc", "torch"),
+                ("import torch._inductor.config", "TORCHINDUCTOR_COMPILE_THREADS", "abc", "torch"),
+                ("import datasets.config", "HF_DATASETS_IN_MEMORY_MAX_SIZE", "abc", "datasets"),
+                ("import typer.rich_utils", "TERMINAL_WIDTH", "abc", "typer"),
+            )
+        ),
+    ],
+)
+def test_installed_library_that_refuses_a_variable(code: str, name: str, value: str, library: str) -> None:
+    text, environment = stderr_of(code, **{name: value})
+    problem = find_refusal(f"W0101 a line of a log\n{text}\nanother", environment)
+    assert problem is not None
+    assert problem.message.startswith(f"{library} does not accept the environment variable {name}={value}: ")
+    assert problem.hint == f"correct it, or remove it: `unset {name}`"
+
+
+READS = {
+    "by_statement": 'import os\nLIMIT = (\n    int(\n        os.environ.get("SOME_LIMIT", "1")\n    )\n)\n',
+    "by_helper": 'import os\ndef number(text):\n    return int(text)\nOTHER = number("1")\nLIMIT = number(os.environ["SOME_LIMIT"])\n',
+    "by_name": 'import os\ndef check():\n    raise RuntimeError("SOME_LIMIT must be a number")\ncheck()\n',
+    "by_value": (
+        'import os\nNAME = "SOME_" + "LIMIT"\ndef check(text):\n    raise ValueError(f"unknown: {text.upper()}")\ncheck(os.environ[NAME])\n'
+    ),
+}
+
+
+@pytest.mark.parametrize("module", READS)
+def test_way_in_which_a_library_reads_a_variable(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, environment = imported(tmp_path, module, READS[module], {"SOME_LIMIT": "ten-ish", "OTHER_LIMIT": "2"})
+    problem = find_refusal(text, environment)
+    assert problem is not None
+    assert "somelib does not accept the environment variable SOME_LIMIT=ten-ish" in problem.message
+    monkeypatch.setenv("SOME_LIMIT", "ten-ish")
+    with pytest.raises(FsdpTuneError, match="SOME_LIMIT=ten-ish") as caught:
+        describe_failure(1, text)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'raise ImportError("libx.so: cannot open shared object file; set SOME_LIMIT")\n',
+        'raise ValueError("something else")\n',
+        'def f(): raise MemoryError("SOME_LIMIT")\nf()\n',
+    ],
+)
+def test_import_that_fails_for_another_reason(source: str, tmp_path: Path) -> None:
+    assert find_refusal(*imported(tmp_path, "other", source, {"SOME_LIMIT": "ten-ish"})) is None
+
+
+def test_error_outside_an_import_is_not_a_refusal() -> None:
+    """CUDA's out-of-memory message names PYTORCH_CUDA_ALLOC_CONF, which the user may have set rightly."""
+    text = (
+        'Traceback (most recent call last):\n  File "/x/site-packages/torch/nn/modules/linear.py", line 1, in forward\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+    )
+    assert find_refusal(text, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) is None
+
+
+def test_secret_is_not_repeated(tmp_path: Path) -> None:
+    source = 'import os\nVALUE = int(os.environ["SOME_API_KEY"])\n'
+    problem = find_refusal(*imported(tmp_path, "keyed", source, {"SOME_API_KEY": "hunter2-hunter2"}))
+    assert problem is not None
+    assert "hunter2" not in problem.message
+
+
+def imported(tmp_path: Path, module: str, source: str, variables: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The traceback of an import of `somelib.MODULE`, and the environment."""
+    library = tmp_path / "site-packages" / "somelib"
+    library.mkdir(parents=True)
+    (library / "__init__.py").touch()
+    (library / f"{module}.py").write_text(source)
+    environment = {**os.environ, **variables}
+    code = f"import sys\nsys.path.insert(0, {str(library.parent)!r})\nimport somelib.{module}\n"
+    done = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=False, env=environment)
+    return done.stderr, environment
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"), [("1", False), ("on", False), ("True", False), ("no", False), ("", False), ("maybe", True)]
+)
+def test_switch_is_on_or_off(value: str, is_refused: bool) -> None:
+    if not is_refused:
+        refuse_odd_booleans({"HF_HUB_OFFLINE": value})
+        return
+    with pytest.raises(FsdpTuneError, match="HF_HUB_OFFLINE=maybe is neither on nor off"):
+        refuse_odd_booleans({"HF_HUB_OFFLINE": value})
