@@ -55,7 +55,7 @@ STORED: dict[str, dict[str, Part]] = {
     "sinq": {"W_q": ("U8", (24, 64)), "meta": ("U8", (200,))},
     "gemma": {"weight": ("U8", (48, 32)), "weight_scale": ("F32", (48, 1)), "input_activation_scale": ("F32", ())},
 }
-"""{method: the tensors that stand for a linear layer [48, 64] in its files}, from the integrations of transformers 5.24, and from ModelOpt."""
+"""{method: the tensors that stand for a linear layer [48, 64] in its files}, from the integrations of transformers 5.24 and ModelOpt."""
 MODULE = "model.layers.0.mlp.up_proj"
 LLAMA = FAMILIES["llama"] | {"hidden_size": 64}
 
