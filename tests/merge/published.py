@@ -224,6 +224,14 @@ def _deepseek_v4(folder: Path) -> Base:
     return _with(base, extra | {"mtp.0.e_proj.weight": torch.randn(8, 8)})
 
 
+def _phi4_multimodal(folder: Path) -> Base:
+    """Vision, audio and text are one class, which has statistics of audio as buffers."""
+    fields = config_of("phi4_multimodal")
+    base = _save(folder, **{"kind" if key == "model_type" else key: value for key, value in fields.items()})
+    base.lora = {"r": 4, "target_modules": r"model\.layers\.\d+\.(self_attn|mlp)\.(qkv_proj|o_proj|gate_up_proj|down_proj)"}
+    return base
+
+
 GPT2 = {**IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
 GPT_OSS = {**TEXT, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 LAYOUTS: dict[str, Callable[[Path], Base]] = {
@@ -271,6 +279,7 @@ LAYOUTS: dict[str, Callable[[Path], Base]] = {
         boi_token_index=101,
         eoi_token_index=102,
     ),
+    "phi4_multimodal": _phi4_multimodal,
     "gpt2 of the hub": lambda folder: _renamed(
         _save(folder, "gpt2", **GPT2), without="transformer.", extra={"h.0.attn.bias": torch.ones(1, 1, 64, 64)}
     ),
