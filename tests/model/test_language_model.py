@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.language_model import main, write_language_model
+from tests.merge.published import LAYOUTS
 from tests.model.composites import (
     TABLE,
     difference,
@@ -100,6 +104,48 @@ def test_logits_for_text_are_those_of_the_full_model(name: str, tmp_path: Path) 
     result, why, found = outcome(name, tmp_path)
     assert result in ("trained", "language model"), why
     assert float(found) < MOST
+
+
+PUBLISHED = {
+    "kimi_k25": ("language_model.model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "vision_tower.encoder.blocks.0.wqkv.weight"),
+    "minimax_m3_vl": ("language_model.model.layers.0.self_attn.q_proj.weight", "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"),
+    "nemotron_h_omni": ("language_model.backbone.layers.0.mixer.in_proj.weight", "vision_model.radio_model.model.blocks.0.attn.qkv.weight"),
+}
+"""Names in the files of Kimi K2.5, MiniMax M3 and Nemotron Omni, of which transformers 5.24 writes other ones for Kimi."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_language_model_is_read_from_the_names_that_are_published(name: str, tmp_path: Path) -> None:
+    if name not in CONFIG_MAPPING_NAMES:
+        pytest.skip("the installed transformers does not have it")
+    composite = make(name, tmp_path / "full")
+    file = composite.folder / "model.safetensors"
+    tensors = {stored.replace("language_model.model.blocks.", "language_model.model.layers."): t for stored, t in load_file(file).items()}
+    assert set(PUBLISHED[name]) <= tensors.keys()
+    save_file(tensors, file, metadata={"format": "pt"})
+    (problem,) = find_facts(recipe_for(composite)).problems
+    assert "a model of several modalities" in problem.message
+    assert written_difference(composite, tmp_path / "text") == 0.0
+
+
+@pytest.mark.slow
+def test_adapters_that_are_stored_in_a_base_are_refused(tmp_path: Path) -> None:
+    """Phi-4-multimodal as its own code stores it: each layer's weight as `base_layer`, next to the adapters of vision and speech."""
+    base = LAYOUTS["phi4_multimodal"](tmp_path)
+    tensors = {name.replace("qkv_proj.weight", "qkv_proj.base_layer.weight"): value for name, value in base.plain.items()}
+    tensors["model.layers.0.self_attn.qkv_proj.lora_A.vision.weight"] = torch.ones(2, 64)
+    save_file(tensors, base.folder / "model.safetensors", metadata={"format": "pt"})
+    (problem,) = find_facts(recipe_of({"name_or_path": str(base.folder)})).problems
+    assert problem.code == "model-weights-missing"
+    assert "qkv_proj.weight" in problem.message
+
+
+@pytest.mark.slow
+def test_model_whose_text_has_no_causal_lm_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("ernie4_5_vl_moe", architectures=["Ernie4_5_VLMoeForConditionalGeneration"]).save_pretrained(tmp_path)
+    (problem,) = find_facts(recipe_of({"name_or_path": str(tmp_path)})).problems
+    assert "it has none for its text, Ernie4_5_VLMoeTextConfig, either" in str(problem.hint)
 
 
 @pytest.mark.slow
