@@ -44,7 +44,7 @@ def fp8_like(folder: Path) -> torch.Tensor:
     return torch.randn(load_file(folder / "model.safetensors")[UP].shape).to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("method", [None, "modelopt", "gptq", "fbgemm_fp8"])
+@pytest.mark.parametrize("method", [None, "quark", "gptq", "fbgemm_fp8"])
 def test_quantised_weight_that_no_rule_reads_is_refused_where_it_is_validated_and_loaded(base: Path, method: str | None) -> None:
     rewrite(base, {UP: fp8_like(base), f"{UP}_scale": torch.ones(1)}, None if method is None else {"quant_method": method})
     recipe = recipe_of({"name_or_path": str(base)})
