@@ -65,7 +65,7 @@ def _load(name: str, revision: str, config: PreTrainedConfig) -> PreTrainedModel
     kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None or not issubclass(kind, PreTrainedModel):
         raise _refused(name, f"transformers has no class {config.architectures}, which its config.json names", None)
-    loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(name, revision=revision, dtype="auto", output_loading_info=True)
+    loaded: Any = kind.from_pretrained(name, revision=revision, dtype="auto", output_loading_info=True)
     full, loading = loaded
     if lost := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
         raise _refused(name, f"its weights lack {len(lost)} parameters of {kind.__name__}, such as `{lost[0]}`", None)
