@@ -78,7 +78,7 @@ def config_of(name: str) -> dict[str, Any]:
     """Return the default configuration with a rehearsal's sizes, a small vocabulary and no dropout."""
     from transformers import AutoConfig
 
-    small = _small(AutoConfig.for_model(name).to_dict()) | _IDS
+    small = scaled_down(AutoConfig.for_model(name).to_dict()) | _IDS
     for key, value in _SMALLER.get(name, {}).items():
         small[key] = small[key] | value if key.endswith("_config") else value
     if "output_router_logits" in small:
@@ -107,11 +107,12 @@ _LIMIT = re.compile(r"(^|_)(topk|window|window_size|chunk_size|local_attention|b
 _OTHER_MODALITY = re.compile("audio|vision|image|video")
 
 
-def _small(config: dict[str, Any]) -> dict[str, Any]:
+def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with a rehearsal's sizes, those of nested ones included."""
     small = {key: value for key, value in scale_down_config(config).items() if value is not None}
     for key, value in small.items():
         if key.endswith("_config") and isinstance(value, dict):
-            small[key] = _small(value) | (_IDS if "vocab_size" in value else {})
+            small[key] = scaled_down(value) | (_IDS if "vocab_size" in value else {})
         elif key.startswith("vocab_size") and isinstance(value, int):
             small[key] = VOCABULARY
         elif key.endswith(("ffn_dim", "ffn_hidden_size", "lru_width")) and isinstance(value, int):

@@ -48,6 +48,30 @@ def test_validate_counts_decoded_tensors_or_refuses_them_by_name(cli: Cli, tmp_p
     assert error["file"] == str(file)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", [{}, {"lora": {"r": 2}, "quantization": {}}], ids=["full", "qlora"])
+@pytest.mark.parametrize("smooth", [False, True])
+def test_validate_reads_the_settings_of_modelopt_from_their_own_file(
+    cli: Cli, tmp_path: Path, sections: dict[str, object], smooth: bool
+) -> None:
+    base = LAYOUTS["qwen3_moe nvfp4 (hf_quant_config.json)"](tmp_path / "base").folder
+    if smooth:
+        file = base / "model.safetensors"
+        save_file(load_file(file) | {"model.layers.0.self_attn.q_proj.pre_quant_scale": torch.ones(64)}, file)
+    recipe = write_recipe(tmp_path, base)
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | sections))
+    done = cli("validate", "--config", str(recipe), "--json")
+    answer = json.loads(done.stdout)
+    if not smooth and not sections:
+        assert done.returncode == 0, done.stderr
+        assert answer["model"]["tensors"]["counts"] == {"trained": 13, "decoded": 128}
+        return
+    assert done.returncode == 2
+    messages = " ".join(error["message"] for error in answer["errors"])
+    assert ("q_proj.pre_quant_scale` changes what a quantised layer computes" in messages) == smooth
+    assert ("are quantised (modelopt)" in messages) == bool(sections)
+
+
 def test_base_with_weights_under_names_that_no_rule_knows_is_refused_and_nothing_is_written(cli: Cli, tmp_path: Path) -> None:
     """HQQ's names without settings: transformers would draw the weight at random, with a warning."""
     base = LAYOUTS["llama"](tmp_path / "base").folder

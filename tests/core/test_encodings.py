@@ -13,7 +13,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, method_of, quantisation_of
+from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, method_of, quantisation_of, settings_of_files
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 W = "model.layers.0.mlp.up_proj."
@@ -48,8 +48,8 @@ def read(weight: Encoded, tensors: Tensors, start: tuple[int, ...], sizes: tuple
     """Decode a box from the codes that it needs alone, as ranks and merges do."""
     first, shape = weight.box_of_codes(start, sizes)
     codes = as_numpy(tensors[weight.codes])[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]
-    zero_points = as_numpy(tensors[weight.zero_points]) if weight.zero_points else None
-    return torch.from_numpy(weight.decode(start, sizes, codes, as_numpy(tensors[weight.scales]), zero_points).copy())
+    others = (as_numpy(tensors[part]) if part else None for part in (weight.zero_points, weight.tensor_scale))
+    return torch.from_numpy(weight.decode(start, sizes, codes, as_numpy(tensors[weight.scales]), *others).copy())
 
 
 def whole(tensors: Tensors, settings: dict[str, Any]) -> torch.Tensor:
@@ -117,6 +117,54 @@ def test_mxfp4_is_that_of_transformers() -> None:
     assert torch.equal(whole(tensors, {"quant_method": "mxfp4"}), convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
 
 
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+NVFP4_PACKED = compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)
+
+
+def nvfp4() -> tuple[Tensors, torch.Tensor]:
+    """Return the tensors of a weight that torchao quantises, as ModelOpt names them, and the values that torchao decodes."""
+    made = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    value = torch.randn(16, 64)
+    quantised = made.NVFP4Tensor.to_nvfp4(value, per_tensor_scale=made.per_tensor_amax_to_scale(value.abs().max()))
+    parts = {"weight": quantised.qdata.view(torch.uint8), "weight_scale": quantised.scale, "weight_scale_2": quantised.per_tensor_scale}
+    parts["input_scale"] = torch.tensor(0.1)
+    return {W + part: tensor for part, tensor in parts.items()}, quantised.dequantize(torch.float32)
+
+
+def test_nvfp4_is_that_of_torchao() -> None:
+    tensors, wanted = nvfp4()
+    assert torch.equal(whole(tensors, MODELOPT), wanted)
+    assert torch.equal(whole(tensors, {"quant_method": "modelopt_fp4"}), wanted)
+    assert find_encodings(types_of(tensors), MODELOPT).parts.keys() == tensors.keys()
+
+
+def test_nvfp4_of_compressed_tensors_divides_by_the_scale_of_the_tensor() -> None:
+    """`NVFP4PackedCompressor.decompress` of compressed-tensors: the scale of a group over that of the tensor, times the value."""
+    tensors, _ = nvfp4()
+    packed = {W + "weight_packed": tensors[W + "weight"], W + "weight_scale": tensors[W + "weight_scale"]}
+    packed |= {W + "weight_global_scale": torch.tensor([1000.3]), W + "input_global_scale": torch.tensor([3.0])}
+    codes = torch.stack([packed[W + "weight_packed"] & 15, packed[W + "weight_packed"] >> 4], -1).reshape(16, 64).int()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])[codes]
+    scales = (packed[W + "weight_scale"].float() / packed[W + "weight_global_scale"]).repeat_interleave(16, 1)
+    assert torch.equal(whole(packed, NVFP4_PACKED), values * scales)
+
+
+@pytest.mark.parametrize("shape", [(), (256,), (256, 1), (2, 3), (2, 1, 3, 1)])
+def test_fp8_of_modelopt_has_scales_of_the_tensor_of_rows_or_of_blocks(shape: tuple[int, ...]) -> None:
+    codes, scales = fp8(256, 384), torch.rand(shape)
+    parts = {W + "weight": codes, W + "weight_scale": scales, W + "k_scale": torch.tensor(0.2), W + "input_scale": torch.tensor(0.1)}
+    by_rows = scales.reshape(2, 3).repeat_interleave(128, 0) if shape[:1] == (2,) else scales.reshape(-1, 1)
+    factors = by_rows.repeat_interleave(384 // by_rows.shape[1], 1)
+    assert torch.equal(whole(parts, MODELOPT | {"quant_algo": "FP8"}), codes.float() * factors)
+
+
+def test_settings_of_modelopt_are_found_in_their_own_file() -> None:
+    written: dict[str, Any] = {"config.json": {}, "hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}}
+    assert method_of(settings_of_files(written.get, [W + "weight_scale"])) == "modelopt"
+    assert settings_of_files(written.get, [W + "weight"]) == {}
+    assert method_of(settings_of_files((written | {"config.json": {"quantization_config": FP8}}).get, [W + "weight_scale"])) == "fp8"
+
+
 def drop(*names: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.endswith(names)}
 
@@ -125,6 +173,7 @@ PACKED = {W + "weight_packed": torch.zeros(16, 8, dtype=torch.int32), W + "weigh
 BLOCKS = {"e.down_proj_blocks": torch.zeros(2, 6, 3, 16, dtype=torch.uint8), "e.down_proj_scales": torch.zeros(2, 6, 3, dtype=torch.uint8)}
 ONE = {W + "weight": fp8(128, 128), W + "weight_scale_inv": torch.rand(1, 1)}
 INT4 = compressed("pack-quantized", num_bits=4)
+FOUR = {W + "weight": torch.zeros(16, 32, dtype=torch.uint8), W + "weight_scale": fp8(16, 4), W + "weight_scale_2": torch.tensor(0.1)}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +189,17 @@ INT4 = compressed("pack-quantized", num_bits=4)
         ({**PACKED, W + "weight_g_idx": torch.zeros(64, dtype=torch.int32)}, INT4, "weight_scale"),
         (PACKED, compressed("pack-quantized", num_bits=3), "weight_packed"),
         (PACKED, compressed("marlin-24", num_bits=4), "weight_scale"),
+        (FOUR, {}, "up_proj.weight"),
+        (drop("_2")(FOUR), MODELOPT, "up_proj.weight"),
+        ({**FOUR, W + "weight_scale": fp8(16, 2)}, MODELOPT, "up_proj.weight"),
+        ({**FOUR, W + "weight_scale": torch.rand(16, 4)}, MODELOPT, "up_proj.weight"),
+        ({**FOUR, W + "weight_scale_2": torch.rand(16)}, MODELOPT, "up_proj.weight"),
+        ({**FOUR, W + "pre_quant_scale": torch.rand(64)}, MODELOPT, "pre_quant_scale"),  # AWQ: it scales the input
+        ({**FOUR, W + "svdquant_lora_a": torch.rand(4, 64)}, MODELOPT, "svdquant_lora_a"),  # a layer next to the weight
+        ({W + "weight": torch.rand(16, 64), W + "pre_quant_scale": torch.rand(64)}, MODELOPT, "pre_quant_scale"),
+        (drop("weight")(FOUR), MODELOPT, "weight_scale"),
+        ({**FOUR, W + "weight": torch.zeros(16, 64, dtype=torch.int8)}, MODELOPT, "up_proj.weight"),  # int8: its input is scaled, too
+        ({"e.up_proj": FOUR[W + "weight"], "e.up_proj_weight_scale": FOUR[W + "weight_scale"]}, MODELOPT, "e.up_proj_weight_scale"),
         (BLOCKS, {}, "down_proj_blocks"),
         (drop("_scales")(BLOCKS), {"quant_method": "mxfp4"}, "down_proj_blocks"),
     ],

@@ -89,7 +89,9 @@ def _with(base: Base, extra: State) -> Base:
     return _write(base, base.plain)
 
 
-def _quantised(base: Base, encode: Callable[[str, torch.Tensor], tuple[State, torch.Tensor]], settings: dict[str, Any]) -> Base:
+def _quantised(
+    base: Base, encode: Callable[[str, torch.Tensor], tuple[State, torch.Tensor]], settings: dict[str, Any] | None = None
+) -> Base:
     """Store the projections as codes; `encode` returns the stored tensors of a weight, and the values that they mean."""
     stored: State = {}
     for name, value in base.plain.items():
@@ -126,6 +128,43 @@ def _int4(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
     packed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     stored = {f"{name}_packed": packed, f"{name}_scale": scale[..., 0].contiguous(), f"{name}_shape": torch.tensor(value.shape)}
     return stored, (codes * scale).reshape(value.shape)
+
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _nvfp4(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+    """Return the tensors of ModelOpt: the nearest of 16 values, a scale in fp8 for 16 of a row, and one of the tensor."""
+    groups = value.reshape(len(value), -1, 16)
+    of_tensor = value.abs().max() / (448 * 6)
+    scales = (groups.abs().amax(2) / 6 / of_tensor).to(torch.float8_e4m3fn)
+    factors = (scales.float() * of_tensor)[..., None]
+    codes = ((groups / factors.clamp(min=1e-9))[..., None] - _E2M1).abs().argmin(-1).reshape(value.shape).to(torch.uint8)
+    stored = {name: codes[:, ::2] | codes[:, 1::2] << 4, f"{name}_scale": scales, f"{name}_scale_2": of_tensor}
+    stored[name.replace("weight", "input_scale")] = torch.tensor(0.01)
+    return stored, (_E2M1[codes.long()].reshape(groups.shape) * factors).reshape(value.shape)
+
+
+def _nvfp4_packed(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+    """Return the tensors of compressed-tensors: those of ModelOpt with the reciprocal of the scale of the tensor."""
+    stored, _ = _nvfp4(name, value)
+    of_tensor, codes, scales = (1 / stored[f"{name}_scale_2"]).reshape(1), stored[name].long(), stored[f"{name}_scale"]
+    values = torch.stack([_E2M1[codes & 15], _E2M1[codes >> 4]], -1).reshape(len(value), -1, 16)
+    found = {f"{name}_packed": stored[name], f"{name}_scale": scales, f"{name}_global_scale": of_tensor}
+    return found, (values * (scales.float() / of_tensor)[..., None]).reshape(value.shape)
+
+
+def _fp8_of_tensor(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+    scale = value.abs().max() / 448
+    codes = (value / scale).to(torch.float8_e4m3fn)
+    stored = {name: codes, f"{name}_scale": scale, name.replace("weight", "input_scale"): torch.tensor(0.01)}
+    return stored, codes.float() * scale
+
+
+def _of_older_modelopt(base: Base) -> Base:
+    """Write the settings of ModelOpt to a file of their own, and nothing to config.json."""
+    (base.folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    return base
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -185,6 +224,14 @@ def _deepseek_v4(folder: Path) -> Base:
     return _with(base, extra | {"mtp.0.e_proj.weight": torch.randn(8, 8)})
 
 
+def _phi4_multimodal(folder: Path) -> Base:
+    """Vision, audio and text are one class, which has statistics of audio as buffers."""
+    fields = config_of("phi4_multimodal")
+    base = _save(folder, **{"kind" if key == "model_type" else key: value for key, value in fields.items()})
+    base.lora = {"r": 4, "target_modules": r"model\.layers\.\d+\.(self_attn|mlp)\.(qkv_proj|o_proj|gate_up_proj|down_proj)"}
+    return base
+
+
 GPT2 = {**IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
 GPT_OSS = {**TEXT, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 LAYOUTS: dict[str, Callable[[Path], Base]] = {
@@ -201,6 +248,14 @@ LAYOUTS: dict[str, Callable[[Path], Base]] = {
     "qwen3 fp8": lambda folder: _quantised(_save(folder, "qwen3", **TEXT), _fp8, FP8),
     "qwen3 fp8 (compressed-tensors)": lambda folder: _quantised(
         _save(folder, "qwen3", **TEXT), _by_channel(torch.float8_e4m3fn, 448), _compressed("float-quantized", num_bits=8, type="float")
+    ),
+    "qwen3 nvfp4 (ModelOpt)": lambda folder: _quantised(_save(folder, "qwen3", **TEXT), _nvfp4, {"quant_method": "modelopt"}),
+    "qwen3 nvfp4 (compressed-tensors)": lambda folder: _quantised(
+        _save(folder, "qwen3", **TEXT), _nvfp4_packed, _compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)
+    ),
+    "qwen3 fp8 (ModelOpt)": lambda folder: _quantised(_save(folder, "qwen3", **TEXT), _fp8_of_tensor, {"quant_method": "modelopt"}),
+    "qwen3_moe nvfp4 (hf_quant_config.json)": lambda folder: _of_older_modelopt(
+        _quantised(_save(folder, "qwen3_moe", **TEXT, **EXPERTS), _nvfp4)
     ),
     "qwen3 tied": lambda folder: _save(folder, "qwen3", **{**TEXT, "tie_word_embeddings": True}),
     "qwen3_moe": lambda folder: _save(folder, "qwen3_moe", **TEXT, **EXPERTS),
@@ -224,6 +279,7 @@ LAYOUTS: dict[str, Callable[[Path], Base]] = {
         boi_token_index=101,
         eoi_token_index=102,
     ),
+    "phi4_multimodal": _phi4_multimodal,
     "gpt2 of the hub": lambda folder: _renamed(
         _save(folder, "gpt2", **GPT2), without="transformer.", extra={"h.0.attn.bias": torch.ones(1, 1, 64, 64)}
     ),

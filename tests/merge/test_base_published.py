@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fsdp_tune.answer.loaded_model import _published_names
 from fsdp_tune.core.errors import FailedError
@@ -97,6 +100,33 @@ def test_adapter_has_the_names_of_the_published_class_and_is_continued_and_loade
         ours = name.removeprefix("base_model.model.").replace("model.language_model.", "model.").replace(".weight", ".default.weight")
         assert torch.equal(own[ours], value)
     assert _published_names(continued, adapter) == {r"^model\.language_model\.": "model."}
+
+
+@pytest.mark.slow
+def test_adapter_of_a_composite_base_is_loaded_by_peft_onto_the_published_class_and_with_a_mapping_onto_its_text(tmp_path: Path) -> None:
+    """docs/guide/adapters.md has the three combinations: the second one alone loses the adapter, which PEFT reports."""
+    from peft import PeftModel
+
+    base = LAYOUTS[COMPOSITE](tmp_path / "base")
+    merge_untrained(base, "lora", tmp_path / "made")
+    folder = tmp_path / "made" / "run" / "adapter"
+    stored = load_file(folder / "adapter_model.safetensors")
+
+    def loaded(kind: Any, **options: Any) -> tuple[int, int]:
+        """Return (tensors of the adapter that the model has, warnings about missing ones)."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = PeftModel.from_pretrained(kind.from_pretrained(base.folder), str(folder), **options)
+        values = {name: value for name, value in model.state_dict().items() if ".lora_" in name}
+        ends = {name.partition(".layers.")[2].replace(".default.", "."): value for name, value in values.items()}
+        same = sum(torch.equal(ends[name.partition(".layers.")[2]], value) for name, value in stored.items() if ".lora_A" in name)
+        return same, sum("missing adapter keys" in str(each.message) for each in caught)
+
+    every = sum(".lora_A" in name for name in stored)
+    published = getattr(transformers, json.loads((base.folder / "config.json").read_text())["architectures"][0])
+    assert loaded(published) == (every, 0)
+    assert loaded(AutoModelForCausalLM) == (0, 1)
+    assert loaded(AutoModelForCausalLM, key_mapping={r"^model\.language_model\.": "model."}) == (every, 0)
 
 
 def test_adapter_that_a_merge_could_not_add_is_refused_before_it_is_trained(tmp_path: Path) -> None:

@@ -48,13 +48,14 @@ STORED: dict[str, dict[str, Part]] = {
     "gguf": {"weight": ("U8", (48, 34))},  # blocks of Q8_0
     "nvfp4": NVFP4,
     "mxfp8": {"weight": ("F8_E4M3", (48, 64)), "weight_scale_inv": ("U8", (48, 2))},
+    "modelopt": NVFP4,
     "auto-round": GPTQ,
     "mxfp4": {"weight_blocks": ("U8", (48, 2, 16)), "weight_scales": ("U8", (48, 2))},
     "metal": {"weight": ("U32", (48, 8)), "scales": ("BF16", (48, 1)), "qbiases": ("BF16", (48, 1))},
     "sinq": {"W_q": ("U8", (24, 64)), "meta": ("U8", (200,))},
     "gemma": {"weight": ("U8", (48, 32)), "weight_scale": ("F32", (48, 1)), "input_activation_scale": ("F32", ())},
 }
-"""{method: the tensors that stand for a linear layer [48, 64] in its files}, from the integrations of transformers 5.24."""
+"""{method: the tensors that stand for a linear layer [48, 64] in its files}, from the integrations of transformers 5.24 and ModelOpt."""
 MODULE = "model.layers.0.mlp.up_proj"
 LLAMA = FAMILIES["llama"] | {"hidden_size": 64}
 

@@ -48,7 +48,7 @@ def test_each_quantiser_of_transformers_has_a_layout_here() -> None:
     assert AUTO_QUANTIZER_MAPPING.keys() <= STORED.keys()
 
 
-@pytest.mark.parametrize("method", [*STORED, "modelopt", "ptpc_fp8", "mlx"])
+@pytest.mark.parametrize("method", [*STORED, "ptpc_fp8", "mlx"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_settings_that_no_rule_reads_are_refused_by_the_name_of_the_method(method: str, nested: bool, tmp_path: Path) -> None:
     settings = {"quantization_config": settings_of(method)}

@@ -3,14 +3,15 @@
 `scaled`: codes in fp8 or int8, times the scale of their block, row or tensor (DeepSeek, Qwen FP8, MXFP8; compressed-tensors
 `float-quantized`, `int-quantized`, `naive-quantized`). `packed`: integers of 4 or 8 bits in words of 32, times the scale of their
 group (compressed-tensors `pack-quantized`). `fp4`: two values of 4 bits a byte, times the scale of their group (experts of DeepSeek
-V4). `mxfp4`: the same in stacks of experts, times a power of two for each 32 (gpt-oss). Pure, in numpy: ranks and merges decode the
-same values.
+V4). `nvfp4`: the same with scales in fp8, which have a scale of the tensor (NVIDIA's ModelOpt; compressed-tensors
+`nvfp4-pack-quantized`). `mxfp4`: stacks of experts, times a power of two for each 32 (gpt-oss). Pure, in numpy: ranks and merges decode
+the same values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -21,11 +22,14 @@ from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Shape
 from fsdp_tune.core.units import json_list, json_object
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Rule = Literal["scaled", "packed", "fp4", "mxfp4"]
+Rule = Literal["scaled", "packed", "fp4", "nvfp4", "mxfp4"]
 
 FP8, MXFP8, COMPRESSED, MXFP4, BITSANDBYTES = "fp8", "mxfp8", "compressed-tensors", "mxfp4", "bitsandbytes"
-METHODS = (FP8, MXFP8, COMPRESSED, MXFP4)
+MODELOPT = "modelopt"
+METHODS = (FP8, MXFP8, COMPRESSED, MXFP4, MODELOPT)
 """Values of `quant_method` whose weights are decoded while they are read."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""Settings of ModelOpt, under the key `quantization`."""
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _SCALES = (*_PLAIN, "F8_E8M0", "U8")
@@ -38,7 +42,7 @@ _CODES_OF_OTHERS = ("I8", "U8", "I16", "U16", "I32", "U32")
 _SIGNS = ("scale", "absmax", "SCB", "codebook", "centroids", "zero")
 """In the last part of a name: a tensor that turns integers next to it into values."""
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_MXFP4_BLOCK = 32
+_MXFP4_BLOCK, _NVFP4_BLOCK = 32, 16
 _BIAS_OF_EXPONENT = 127
 
 
@@ -67,8 +71,12 @@ class Encoded:
     codes_dtype: str
     scales: str
     zero_points: str | None = None
+    tensor_scale: str | None = None
+    """One number for the complete tensor, by which its scales are multiplied (`nvfp4`)."""
+    divides: bool = False
+    """Divide the scales by `tensor_scale` instead."""
     block: Shape = ()
-    """Elements of the weight that share a scale, by dimension (`scaled`, `packed`, `fp4`)."""
+    """Elements of the weight that share a scale, by dimension (`scaled`, `packed`, `fp4`, `nvfp4`)."""
     bits: int = 8
     """Of one value (`packed`)."""
     rounds_to_scales: bool = False
@@ -79,13 +87,13 @@ class Encoded:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of all tensors of the files that belong to the weight."""
-        return (self.codes, self.scales, *([self.zero_points] if self.zero_points else ()), *self.unused)
+        return (self.codes, self.scales, *filter(None, (self.zero_points, self.tensor_scale)), *self.unused)
 
     def box_of_codes(self, start: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, Shape]:
         """Return (start, sizes) of the codes of a box of the weight."""
         if self.rule == "scaled":
             return tuple(start), tuple(sizes)
-        if self.rule in ("packed", "fp4"):
+        if self.rule in ("packed", "fp4", "nvfp4"):
             per_word = self._values_of_a_code
             first, last = start[-1] // per_word, -(-(start[-1] + sizes[-1]) // per_word)
             return (*start[:-1], first), (*sizes[:-1], last - first)
@@ -94,13 +102,21 @@ class Encoded:
 
     @property
     def _values_of_a_code(self) -> int:
-        return 2 if self.rule == "fp4" else 32 // self.bits
+        return 32 // self.bits if self.rule == "packed" else 2
 
-    def decode(self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array, zero_points: Array | None = None) -> Array:
-        """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; scales and zero points in full."""
+    def decode(
+        self,
+        start: Sequence[int],
+        sizes: Sequence[int],
+        codes: Array,
+        scales: Array,
+        zero_points: Array | None = None,
+        tensor_scale: Array | None = None,
+    ) -> Array:
+        """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; the other tensors in full."""
         if self.rule == "mxfp4":
             return self._decode_mxfp4(start, sizes, codes, scales)
-        if self.rule in ("packed", "fp4"):
+        if self.rule in ("packed", "fp4", "nvfp4"):
             values = _unpacked(codes, self.bits) if self.rule == "packed" else _unpacked_fp4(codes.view(np.uint8))
             skipped = start[-1] % self._values_of_a_code
             values = values[..., skipped : skipped + sizes[-1]]
@@ -109,7 +125,11 @@ class Encoded:
         index = np.ix_(*(np.arange(at, at + size) // step for at, size, step in zip(start, sizes, self.block, strict=True)))
         if zero_points is not None:
             values = values - _grid(zero_points, self.shape)[index].astype(np.float32)
-        product = values * _as_scales(_grid(scales, self.shape)[index])
+        factors = _as_scales(_grid(scales, self.shape)[index])
+        if tensor_scale is not None:
+            of_tensor = _as_scales(tensor_scale).reshape(())
+            factors = factors / of_tensor if self.divides else factors * of_tensor
+        product = values * factors
         return product.astype(scales.dtype).astype(np.float32) if self.rounds_to_scales and scales.dtype.itemsize == 2 else product
 
     def _decode_mxfp4(self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array) -> Array:
@@ -131,6 +151,8 @@ def _as_float(codes: Array) -> Array:
 
 def _as_scales(scales: Array) -> Array:
     """Return scales in fp32; bytes are exponents of two."""
+    if scales.dtype == ml_dtypes.float8_e4m3fn:
+        return _as_float(scales)
     if scales.dtype == np.uint8 or scales.dtype == ml_dtypes.float8_e8m0fnu:
         return np.ldexp(np.float32(1), scales.view(np.uint8).astype(np.int32) - _BIAS_OF_EXPONENT)
     return scales.astype(np.float32)
@@ -156,6 +178,8 @@ def _grid_shape(scales: Shape, shape: Shape) -> Shape | None:
     """Return the shape of scales with as many dimensions as the weight; None if they do not fit."""
     if math.prod(scales) == 1:
         return (1,) * len(shape)
+    if len(scales) == 2 * len(shape) and set(scales[1::2]) == {1}:  # FP8_PB_WO of ModelOpt: [rows, 1, columns, 1]
+        scales = scales[::2]
     if len(scales) == 1 and scales[0] == shape[0]:
         return (scales[0], *(1,) * (len(shape) - 1))
     return scales if len(scales) == len(shape) else None
@@ -219,6 +243,19 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return next(filter(None, nested), dict[str, Any]())
 
 
+def settings_of_files(read: Callable[[str], Mapping[str, Any] | None], tensors: Iterable[str]) -> dict[str, Any]:
+    """Return the settings under which the weights of a model directory are quantised; {} if it has none.
+
+    `read`: returns a JSON file of the directory, None if it has none. `tensors`: names of its tensors. ModelOpt writes its settings to a
+    file of their own, and in older versions to no other.
+    """
+    found = quantisation_of(read("config.json") or {})
+    if found or not any(name.endswith(".weight_scale") for name in tensors):
+        return found
+    written = json_object((read(MODELOPT_FILE) or {}).get("quantization"))
+    return {"quant_method": MODELOPT, **written} if written else {}
+
+
 def method_of(settings: Mapping[str, Any]) -> str | None:
     """Return the `quant_method` of a config's settings, with an option under which codes mean other values; None for a plain model."""
     if not settings:
@@ -226,6 +263,8 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
     is_bitsandbytes = bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
     is_compressed = "config_groups" in settings
     method = str(settings.get("quant_method") or (BITSANDBYTES if is_bitsandbytes else COMPRESSED if is_compressed else "unknown"))
+    if method.startswith(f"{MODELOPT}_"):
+        method = MODELOPT  # `modelopt_fp4`, `modelopt_mixed`: the tensors of each layer decide
     sparsity = json_object(settings.get("sparsity_config")).get("format") or "dense"
     if method == COMPRESSED and settings.get("transform_config"):
         return f"{method} with transform_config"  # weights are rotated, and layers rotate their input
@@ -240,7 +279,7 @@ def find_encodings(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
     method = method_of(settings)
     if method == BITSANDBYTES:
         return Encodings()
-    rules = {FP8: _of_fp8, MXFP8: _of_fp8, COMPRESSED: _of_compressed, MXFP4: _of_mxfp4}
+    rules = {FP8: _of_fp8, MXFP8: _of_fp8, COMPRESSED: _of_compressed, MXFP4: _of_mxfp4, MODELOPT: _of_modelopt}
     found = rules[method](tensors, settings) if method in METHODS else ()
     weights: dict[str, Encoded] = {}
     unread: dict[str, str] = {}
@@ -296,7 +335,7 @@ def _of_fp4(tensors: Mapping[str, StoredType], name: str, scales: str) -> Encode
     if blocks is None or found.dtype not in _SCALES:
         return Unread(name, f"holds {list(shape)} values of 4 bits, and its scales {found.dtype} {list(found.shape)} fit no groups of them")
     return Encoded(
-        name, shape, "fp4", name, stored.shape, "I8", scales, None, blocks, 4, unused=_unused(tensors, name.removesuffix("weight"))
+        name, shape, "fp4", name, stored.shape, "I8", scales, block=blocks, bits=4, unused=_unused(tensors, name.removesuffix("weight"))
     )
 
 
@@ -315,17 +354,21 @@ def _scaled(
     unused = _unused(tensors, owner) if owner != name else ()
     unused += tuple(f"{name}{end}" for end in ("_activation_scale", "_input_scale") if f"{name}{end}" in tensors)
     return Encoded(
-        name, stored.shape, "scaled", name, stored.shape, stored.dtype, scales, zeros, blocks, rounds_to_scales=rounds, unused=unused
+        name, stored.shape, "scaled", name, stored.shape, stored.dtype, scales, zeros, block=blocks, rounds_to_scales=rounds, unused=unused
     )
 
 
 def _unused(tensors: Mapping[str, StoredType], owner: str) -> tuple[str, ...]:
     """Return the tensors next to the weight of a module, `owner` with its dot, that quantise its input, its output or the cache of keys."""
     cached = {end: owner.removesuffix(f"{end}_proj.") + f"{end}_scale" for end in ("k", "v") if owner.endswith(f".{end}_proj.")}
-    return tuple(name for name in (*(f"{owner}{part}" for part in _UNUSED), *cached.values()) if name in tensors)
+    names = (*(f"{owner}{part}" for part in (*_UNUSED, "k_scale", "v_scale")), *cached.values())
+    return tuple(name for name in names if name in tensors)
 
 
-_COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision", "dense")
+_COMPRESSED_FORMATS = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"),
+    *("mixed-precision", "dense"),
+)
 
 
 def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:
@@ -340,7 +383,9 @@ def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
         owner = scales.removesuffix("weight_scale")
         parts = {part: f"{owner}weight{part}" for part in ("_packed", "_zero_point", "_g_idx", "_global_scale", "_shape")}
         present = {part: name for part, name in parts.items() if name in tensors}
-        if not is_known or "_g_idx" in present or "_global_scale" in present:
+        if is_known and {"_packed", "_global_scale"} <= present.keys():
+            yield _of_nvfp4(tensors, owner, present["_packed"], present["_global_scale"], divides=True)
+        elif not is_known or "_g_idx" in present or "_global_scale" in present:
             yield Unread(scales, f"belongs to a weight in the format {', '.join(sorted(formats)) or 'unknown'}, which no rule reads")
         elif "_packed" in present:
             yield _packed(tensors, owner, present, bits)
@@ -364,7 +409,48 @@ def _packed(tensors: Mapping[str, StoredType], owner: str, present: Mapping[str,
     unused = (present["_shape"],) if "_shape" in present else ()
     unused += _unused(tensors, owner)
     name = f"{owner}weight"
-    return Encoded(name, shape, "packed", codes, words.shape, "I32", scales, None, blocks, width, rounds_to_scales=True, unused=unused)
+    return Encoded(name, shape, "packed", codes, words.shape, "I32", scales, block=blocks, bits=width, rounds_to_scales=True, unused=unused)
+
+
+def _of_nvfp4(tensors: Mapping[str, StoredType], owner: str, codes: str, tensor_scale: str, *, divides: bool) -> Encoded | Unread:
+    """Return the weight of a module, `owner` with its dot, whose bytes hold two values: 16 of a row share a scale in fp8, and all of
+    these one in fp32 (`NVFP4QTensor.dequantize` of ModelOpt, `NVFP4PackedCompressor.decompress` of compressed-tensors)."""
+    scales, stored, found = f"{owner}weight_scale", tensors[codes], tensors[tensor_scale]
+    shape = (*stored.shape[:-1], *(2 * size for size in stored.shape[-1:]))
+    wanted = StoredType("F8_E4M3", (*shape[:-1], *(size // _NVFP4_BLOCK for size in shape[-1:])))
+    is_one = found.dtype == "F32" and math.prod(found.shape) == 1
+    if stored.dtype != "U8" or len(shape) != 2 or shape[-1] % _NVFP4_BLOCK or tensors[scales] != wanted or not is_one:
+        of_scales = f"{tensors[scales].dtype} {list(tensors[scales].shape)}, {found.dtype} {list(found.shape)}"
+        return Unread(codes, f"({stored.dtype} {list(stored.shape)}) with scales {of_scales} is not a weight in NVFP4")
+    block, unused = (1, _NVFP4_BLOCK), _unused(tensors, owner)
+    return Encoded(
+        f"{owner}weight", shape, "nvfp4", codes, stored.shape, "U8", scales, None, tensor_scale, divides, block, 4, unused=unused
+    )
+
+
+_OF_MODELOPT = ("weight", "bias", "weight_scale", "weight_scale_2", *_UNUSED, "k_scale", "v_scale")
+"""Tensors of a quantised module of ModelOpt. Others change what its layer computes: `pre_quant_scale` (AWQ), `svdquant_lora_a`."""
+
+
+def _of_modelopt(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:  # noqa: ARG001  one type
+    owners = [name.removesuffix("weight_scale") for name in tensors if name.endswith(".weight_scale")]
+    others: dict[str, list[str]] = {owner: [] for owner in owners}
+    for name in tensors:
+        owner, _, part = name.rpartition(".")
+        if part not in _OF_MODELOPT and f"{owner}." in others:
+            others[f"{owner}."].append(name)
+        elif part == "pre_quant_scale":
+            yield Unread(name, "scales the input of a layer, and no rule reads it")
+    for owner in owners:
+        codes, scales, tensor_scale = f"{owner}weight", f"{owner}weight_scale", f"{owner}weight_scale_2"
+        if others[owner]:
+            yield Unread(others[owner][0], "changes what a quantised layer computes, and no rule reads it")
+        elif codes not in tensors:
+            yield Unread(scales, "belongs to a quantised weight that the files do not have")
+        elif tensor_scale in tensors:
+            yield _of_nvfp4(tensors, owner, codes, tensor_scale, divides=False)
+        elif tensors[codes].dtype.startswith("F8"):
+            yield _scaled(tensors, codes, scales, (), rounds=False)
 
 
 def _of_mxfp4(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:  # noqa: ARG001  one type

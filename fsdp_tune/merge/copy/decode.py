@@ -20,7 +20,8 @@ class DecodingReader:
     def __init__(self, encoded: EncodedTensor, scratch: Array) -> None:
         self._encoded, self._scratch = encoded, scratch
         self._scales = _in_full(encoded.scales, scratch)
-        self._zero_points = _in_full(encoded.zero_points, scratch) if encoded.zero_points is not None else None
+        others = (encoded.zero_points, encoded.tensor_scale)
+        self._others = [None if tensor is None else _in_full(tensor, scratch) for tensor in others]
         self._codes = TensorReader(encoded.codes, scratch, in_order=False)
         self._expert: tuple[int, Array] | None = None
 
@@ -29,7 +30,7 @@ class DecodingReader:
         weight = self._encoded.weight
         start, sizes = weight.box_of_codes(box.offsets, box.sizes)
         codes = self._of_experts(start, sizes) if weight.rule == "mxfp4" else self._read(start, sizes)
-        values = weight.decode(box.offsets, box.sizes, codes, self._scales, self._zero_points)
+        values = weight.decode(box.offsets, box.sizes, codes, self._scales, *self._others)
         convert(values.reshape(-1), target)
 
     def _read(self, start: tuple[int, ...], sizes: tuple[int, ...]) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
-from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, quantisation_of
-from fsdp_tune.merge.companions import fetch_model, read_folder
+from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, settings_of_files
+from fsdp_tune.core.units import json_object
+from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
 from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceFiles, SourceTensor
 from fsdp_tune.merge.source import Format, Selection, find_weights
@@ -45,7 +48,7 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, Sou
     """Return the tensors of a plain model. Raises: FailedError for an encoding that no rule reads."""
     config = read_folder(folder).config or {}
     types = {name: StoredType(tensor.dtype.safetensors, tensor.shape) for name, tensor in tensors.items()}
-    encodings = find_encodings(types, quantisation_of(config))
+    encodings = find_encodings(types, settings_of_files(lambda name: config if name == CONFIG_NAME else _read(folder / name), types))
     if encodings.unread:
         first = encodings.unread[0]
         raise failed_error(
@@ -59,6 +62,10 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, Sou
     return plain | {name: _weight(weight, tensors, dtype) for name, weight in encodings.weights.items()}
 
 
+def _read(path: Path) -> dict[str, Any] | None:
+    return json_object(json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))) if path.is_file() else None
+
+
 def _dtype_of(config: Mapping[str, Any]) -> DType:
     """Return the dtype that a config.json gives the weights that it has quantised."""
     text: Any = config.get("text_config")
@@ -68,10 +75,9 @@ def _dtype_of(config: Mapping[str, Any]) -> DType:
 
 
 def _weight(weight: Encoded, tensors: Mapping[str, SourceTensor], dtype: DType) -> SourceTensor:
-    codes, zero_points = tensors[weight.codes], tensors[weight.zero_points] if weight.zero_points else None
-    return SourceTensor(
-        weight.name, dtype, weight.shape, (), codes.files, encoded=EncodedTensor(weight, codes, tensors[weight.scales], zero_points)
-    )
+    codes, others = tensors[weight.codes], (tensors[part] if part else None for part in (weight.zero_points, weight.tensor_scale))
+    encoded = EncodedTensor(weight, codes, tensors[weight.scales], *others)
+    return SourceTensor(weight.name, dtype, weight.shape, (), codes.files, encoded=encoded)
 
 
 def without_others(tensors: Mapping[str, SourceTensor], record: BaseRecord) -> dict[str, SourceTensor]:

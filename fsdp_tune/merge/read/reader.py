@@ -305,12 +305,13 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """The codes of a quantised weight, with its scales and zero points."""
+    """The codes of a quantised weight, with the further tensors that decode them."""
 
     weight: Encoded
     codes: SourceTensor
     scales: SourceTensor
     zero_points: SourceTensor | None = None
+    tensor_scale: SourceTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from fsdp_tune.model.loading.adapter_files import start_adapters
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.loading.nf4_files import refuse_unread
 from fsdp_tune.model.loading.tensor_account import account_for
-from fsdp_tune.model.loading.untie import untie
+from fsdp_tune.model.loading.untie import tie_text, untie
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
@@ -86,6 +86,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     waiting = untimed_group()
     files = _find_files(recipe, local_rank, waiting)
     untie(recipe, config)  # the files may be on this machine only now
+    tie_text(recipe, config)
     model = build_empty(recipe, config, vocabulary=vocabulary)
     if files is not None and files.base is not None and (problems := account_for(recipe, config, model, files.base).problems):
         raise FsdpTuneError(*problems)  # of a model that was not on this machine when the recipe was validated

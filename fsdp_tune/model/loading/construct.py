@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.families import OLD_LOCAL_ROPE, OLD_ROPE, SLIDING, UNDECLARED, changed_fields, family_of
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
@@ -24,12 +24,13 @@ from fsdp_tune.model.experts import allow_any_width
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
+from fsdp_tune.model.loading.language_model import of_other_modalities
 from fsdp_tune.model.loading.nf4_files import refuse_other_quantisation, without_quantisation
 from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.model.loading.stored_tensors import Stored, read_whole
 from fsdp_tune.model.loading.unfilled import not_converted, require_filled
-from fsdp_tune.model.loading.untie import untie
+from fsdp_tune.model.loading.untie import tie_text, untie
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files
 from fsdp_tune.model.model_files import untrained_tokens
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
@@ -84,6 +85,7 @@ def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfi
             )
         setattr(config, name, value)
     untie(recipe, config)
+    tie_text(recipe, config)
     scale_positions(recipe, config)
     config.use_cache = False
     return config
@@ -174,31 +176,11 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
     return TORCH_DTYPE[recipe.model.dtype]
 
 
-_TEXT_ALONE = (
-    "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer; "
-    "full = AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto'); "
-    "config = full.config.get_text_config(); config.tie_word_embeddings = full.config.tie_word_embeddings; "
-    "text = AutoModelForCausalLM.from_config(config, dtype=full.dtype); "
-    "text.model = full.model.language_model; text.lm_head = full.lm_head; text.save_pretrained('text'); "
-    "AutoTokenizer.from_pretrained({name!r}).save_pretrained('text')"
-)
-
-
-def _of_other_modalities(recipe: Recipe, config: PreTrainedConfig) -> FsdpTuneError:
-    """Return the error for a model of several modalities of which transformers has no causal LM."""
-    code = _TEXT_ALONE.format(name=str(recipe.model.name_or_path))
-    hint = f'write its language model to a directory and name that: python -c "{code}"'
-    if type(text := config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        hint = f"it has none for its text, {type(text).__name__}, either: name a model of text alone"
-    message = f"transformers has no causal LM for {type(config).__name__}, a model of several modalities"
-    return FsdpTuneError(Problem("model-refused", message, Where(key="model.name_or_path"), hint), exit_code=ExitCode.USAGE)
-
-
 def _refused(recipe: Recipe, config: PreTrainedConfig, error: Exception) -> FsdpTuneError:
     """Return the error for a model that transformers rejects, for an unsupported attention kernel or a missing package."""
     reason = str(error).splitlines()[0].partition(". ")[0]
     if config.get_text_config() is not config and "configuration class" in reason:
-        return _of_other_modalities(recipe, config)
+        return of_other_modalities(str(recipe.model.name_or_path), config)
     kernel = recipe.model.attn_implementation
     is_of_kernel = kernel != "auto" and (kernel in reason or "attention implementation" in reason)
     key = "model.attn_implementation" if is_of_kernel else "model"

@@ -91,11 +91,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What decodes the codes of a quantised weight: its rule, and its scales and zero points in the files."""
+    """What decodes the codes of a quantised weight: its rule, and the further tensors that it needs."""
 
     weight: Encoded
     scales: Stored
     zero_points: Stored | None = None
+    tensor_scale: Stored | None = None
 
     def of_rows(self, first: int, count: int, codes: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight in fp32, flat, from their codes."""
@@ -103,11 +104,11 @@ class Codes:
         _, shape = self.weight.box_of_codes(start, sizes)
         kind = OF_SAFETENSORS[self.weight.codes_dtype].numpy
         array = codes.view(torch.uint8).numpy().view(kind).reshape(shape)
-        zero_points = None if self.zero_points is None else _read_array(self.zero_points)
-        return torch.from_numpy(self.weight.decode(start, sizes, array, _read_array(self.scales), zero_points)).reshape(-1)
+        others = (None if stored is None else _read_array(stored) for stored in (self.zero_points, self.tensor_scale))
+        return torch.from_numpy(self.weight.decode(start, sizes, array, _read_array(self.scales), *others)).reshape(-1)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=6)
 def _read_array(stored: Stored) -> Any:
     """Return a small tensor, as it is stored, in numpy: parts of one weight are decoded one after the other."""
     kind = next(OF_SAFETENSORS[name].numpy for name, dtype in DTYPES.items() if dtype == stored.dtype)
@@ -118,8 +119,9 @@ def decoded(tensors: Mapping[str, Stored], encodings: Encodings) -> dict[str, St
     """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is decoded while it is read."""
     found = {name: stored for name, stored in tensors.items() if name not in encodings.parts}
     for name, weight in encodings.weights.items():
-        codes, zero_points = tensors[weight.codes], tensors[weight.zero_points] if weight.zero_points else None
-        found[name] = Stored(codes.file, torch.float32, weight.shape, codes.start, codes=Codes(weight, tensors[weight.scales], zero_points))
+        others = (tensors[part] if part else None for part in (weight.zero_points, weight.tensor_scale))
+        codes = Codes(weight, tensors[weight.scales], *others)
+        found[name] = Stored(tensors[weight.codes].file, torch.float32, weight.shape, tensors[weight.codes].start, codes=codes)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Untie a model whose files store an output head that differs from the input embedding, whatever its config.json states.
+"""Let the files of a model decide whether its output head is tied to the input embedding, whatever its config.json states.
 
 transformers compares the two tensors too (`tie_weights`, modeling_utils.py, 5.23) and loads them untied, but its config still ties them,
 so that a model without weights, a later `tie_weights` and the size of a plan would follow the flag. Merging has the same rule
@@ -51,6 +51,21 @@ def untie(recipe: Recipe, config: PreTrainedConfig) -> Notice | None:
     return Notice("weights-untied", message, hint=f"`--set model.config_overrides.{TIE_KEY}=false` states the same")
 
 
+def tie_text(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Tie the text of a model of several modalities whose own class ties it, by the outer configuration, and whose files have no head.
+
+    The class that is trained reads the inner configuration, which may state nothing. Only files on this machine are read.
+    """
+    text = config.get_text_config()
+    is_stated = TIE_KEY in recipe.model.config_overrides
+    if text is config or is_stated or not getattr(config, TIE_KEY, False) or getattr(text, TIE_KEY, False):
+        return
+    files, is_pickled = _weight_files(recipe)
+    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(files, is_pickled=is_pickled).items()}
+    if any(map(is_embedding, shapes)) and not tied_candidates(shapes):
+        setattr(text, TIE_KEY, True)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPair:
     """An output head and an input embedding of one shape, by their names in the files."""
@@ -61,9 +76,16 @@ class StoredPair:
 
 def _stored_apart(recipe: Recipe) -> StoredPair | None:
     """Return the first head of the model's files that differs from an embedding, or None."""
+    files, is_pickled = _weight_files(recipe)
+    return _first_apart(files, is_pickled=is_pickled)
+
+
+def _weight_files(recipe: Recipe) -> tuple[tuple[tuple[Path, int, int], ...], bool]:
+    """Return the model's files with heads and embeddings (path, size, time), none of a run or a configuration, and whether they are
+    pickled."""
     name = recipe.model.name_or_path
     if name is None or recipe.model.from_config is not None or run_of(Path(name)) is not None:
-        return None
+        return (), False
 
     def local(file: str) -> Path | None:
         if Path(name).is_dir():
@@ -72,7 +94,7 @@ def _stored_apart(recipe: Recipe) -> StoredPair | None:
 
     safe = _files(local, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     pickled = [] if safe else _files(local, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    return _first_apart(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in safe or pickled), is_pickled=bool(pickled))
+    return tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in safe or pickled), bool(pickled)
 
 
 def _files(local: Callable[[str], Path | None], single: str, index: str) -> list[Path]:
@@ -86,13 +108,18 @@ def _files(local: Callable[[str], Path | None], single: str, index: str) -> list
 @functools.lru_cache(maxsize=8)
 def _first_apart(files: tuple[tuple[Path, int, int], ...], *, is_pickled: bool) -> StoredPair | None:
     """Compare heads with embeddings. The sizes and times of the files are part of the key under which an answer is cached."""
-    tensors: dict[str, Stored | torch.Tensor] = {}
-    for path, _, _ in files:
-        tensors.update(_pickled_tensors(path) if is_pickled else tensors_of(path))
+    tensors = _tensors(files, is_pickled=is_pickled)
     for head, embedding in tied_candidates({name: tuple(tensor.shape) for name, tensor in tensors.items()}).items():
         if not _are_equal(tensors[head], tensors[embedding]):
             return StoredPair(head, embedding)
     return None
+
+
+def _tensors(files: tuple[tuple[Path, int, int], ...], *, is_pickled: bool) -> dict[str, Stored | torch.Tensor]:
+    tensors: dict[str, Stored | torch.Tensor] = {}
+    for path, _, _ in files:
+        tensors.update(_pickled_tensors(path) if is_pickled else tensors_of(path))
+    return tensors
 
 
 def _pickled_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -13,16 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.encodings import StoredType, quantisation_of
+from fsdp_tune.core.tensors.encodings import StoredType, settings_of_files
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
@@ -83,10 +84,13 @@ def read_headers(file: Callable[[str], Path | None]) -> BaseTensors:
     else:
         names = set(read_weight_map(index).values())
         paths = {path for path in map(file, sorted(names)) if path is not None}
-    config = file(CONFIG_NAME)
-    settings = quantisation_of(json.loads(config.read_bytes())) if config is not None and paths else {}
     found = [(path, entry) for path in sorted(paths) for entry in headers_of(path)]
     types = {entry.name: StoredType(entry.dtype, entry.shape) for _, entry in found}
+
+    def read(name: str) -> Any:
+        return json.loads(path.read_bytes()) if (path := file(name)) is not None else None
+
+    settings = settings_of_files(read, types) if paths else {}
     return BaseTensors(types, {entry.name: path for path, entry in found}, settings)
 
 

@@ -1,0 +1,160 @@
+"""Write the language model of a model of several modalities to a directory of its own, if it is one: with the same logits for text.
+
+    python -m fsdp_tune.model.loading.language_model MODEL DIRECTORY
+
+transformers has a causal LM for the configuration of the text, but not for that of the full model. The two classes may compute otherwise:
+`Cohere2ForCausalLM` multiplies its logits by `logit_scale`, `Cohere2VisionForConditionalGeneration` does not (5.24). So the logits are
+compared before anything is written, with the weights themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.core.atomic import staged_directory
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.families import TIE_KEY
+from fsdp_tune.core.tensors.encodings import method_of, quantisation_of
+
+_MODULE = "fsdp_tune.model.loading.language_model"
+_TOKENS = 8
+_ROUNDINGS = 64
+"""Largest difference of logits, in units of rounding of the largest: a class may add positions in another order (PaliGemma)."""
+
+
+def of_other_modalities(name: str, config: PreTrainedConfig) -> FsdpTuneError:
+    """Return the error for a model of several modalities of which transformers has no causal LM."""
+    hint = f"write its language model to a directory, and name that: python -m {_MODULE} {name} DIRECTORY"
+    if type(text := config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        hint = f"it has none for its text, {type(text).__name__}, either: name a model of text alone"
+    message = f"transformers has no causal LM for {type(config).__name__}, a model of several modalities"
+    return usage_error("model-refused", message, where=Where(key="model.name_or_path"), hint=hint)
+
+
+def write_language_model(name: str, directory: Path, *, revision: str = "main") -> None:
+    """Write the language model of `name`, with its tokenizer, to a directory that does not exist. Raises: usage error."""
+    if directory.exists():
+        raise _refused(str(directory), "it exists", "name a directory that does not exist")
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise _refused(
+            name, f"it cannot be loaded: {_first_line(error)}", "name a model of the hub, or the path of its directory"
+        ) from error
+    full = _load(name, revision, config)
+    language_model = language_model_of(full, name)
+    with staged_directory(directory) as stage:
+        language_model.save_pretrained(stage)
+        with contextlib.suppress(OSError, ValueError):  # a model without a tokenizer
+            AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(stage)
+
+
+def _load(name: str, revision: str, config: PreTrainedConfig) -> PreTrainedModel:
+    if settings := quantisation_of(config.to_dict()):
+        raise _refused(name, f"its weights are quantised ({method_of(settings)})", "name the model in 16 bits")
+    kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None or not issubclass(kind, PreTrainedModel):
+        raise _refused(name, f"transformers has no class {config.architectures}, which its config.json names", None)
+    loaded: Any = kind.from_pretrained(name, revision=revision, dtype="auto", output_loading_info=True)
+    full, loading = loaded
+    if lost := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
+        raise _refused(name, f"its weights lack {len(lost)} parameters of {kind.__name__}, such as `{lost[0]}`", None)
+    return full.eval()
+
+
+def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Return the causal LM of a model's text, which shares its weights. Raises: usage error if it is not the same function of text."""
+    config = copy.deepcopy(full.config.get_text_config())
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise of_other_modalities(name, full.config)
+    embedding, head = full.get_input_embeddings(), full.get_output_embeddings()
+    setattr(config, TIE_KEY, head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None))
+    with torch.device("meta"):
+        text: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=full.dtype)
+    found: Any = full.get_decoder()
+    if type(found) is type(text):
+        text = found
+    elif head is not None and type(found) is type(text.base_model):
+        setattr(text, text.base_model_prefix, found)
+        text.set_output_embeddings(head)
+    else:
+        raise _refused(name, f"its language model is a {type(found).__name__}, not that of {type(text).__name__}", _OTHER)
+    if left := [key for key, value in text.state_dict().items() if value.device.type == "meta"]:
+        raise _refused(name, f"{type(text).__name__} has {len(left)} parameters that it lacks, such as `{left[0]}`", _OTHER)
+    _require_same_logits(full, text.eval(), name)
+    return text
+
+
+_OTHER = "name a model of text alone"
+
+
+@torch.no_grad()
+def _require_same_logits(full: PreTrainedModel, text: PreTrainedModel, name: str) -> None:
+    ids = _tokens_of_text(full.config)
+    try:
+        wanted = full(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    except Exception as error:  # whatever the class raises
+        why = f"{type(full).__name__} does not run on text alone: {type(error).__name__}: {_first_line(error)}"
+        raise _refused(name, why, _OTHER) from error
+    found = text(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    if found.shape != wanted.shape:
+        raise _refused(
+            name, f"{type(text).__name__} has logits {list(found.shape)}, and {type(full).__name__} {list(wanted.shape)}", _OTHER
+        )
+    largest, difference = float(wanted.abs().max()), float((found - wanted).abs().max())
+    if not difference <= _ROUNDINGS * torch.finfo(wanted.dtype).eps * largest:
+        what = f"the logits of {type(text).__name__} differ by {difference:.2g} of {largest:.2g} from those of {type(full).__name__}"
+        raise _refused(name, f"{what}: what is trained as the one would compute otherwise as the other", _OTHER)
+
+
+def _tokens_of_text(config: PreTrainedConfig) -> torch.Tensor:
+    """Return [1, tokens] ids of text: none that a configuration names, such as that of an image."""
+    named = _named_tokens(config.to_dict())
+    vocabulary = int(config.get_text_config().vocab_size)
+    return torch.tensor([[token for token in range(vocabulary) if token not in named][:_TOKENS]])
+
+
+def _named_tokens(config: dict[str, Any]) -> set[int]:
+    found: set[int] = set()
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found |= _named_tokens(value)
+        elif isinstance(value, int | list) and any(end in str(key) for end in ("_id", "_index")):
+            found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _refused(name: str, why: str, hint: str | None) -> FsdpTuneError:
+    return usage_error("model-refused", f"the language model of {name} cannot be written: {why}", hint=hint)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="a model of the hub, or the path of its directory")
+    parser.add_argument("directory", type=Path, help="to write; it must not exist")
+    parser.add_argument("--revision", default="main")
+    options = parser.parse_args(arguments)
+    try:
+        write_language_model(options.model, options.directory, revision=options.revision)
+    except FsdpTuneError as error:
+        sys.stderr.writelines(f"error: {each.message}\n" + (f"hint: {each.hint}\n" if each.hint else "") for each in error.problems)
+        return int(error.exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
