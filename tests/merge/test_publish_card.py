@@ -28,7 +28,9 @@ def card(tmp_path: Path) -> Path:
 
 def test_results_are_metadata_and_a_table(card: Path) -> None:
     before = card.read_text()
-    add_results(card, [RESULT, replace(RESULT, name="held_out", data="org/sums", config="en", split="test", revision="v2", base=("org/base", 3.5))])
+    add_results(
+        card, [RESULT, replace(RESULT, name="held_out", data="org/sums", config="en", split="test", revision="v2", base=("org/base", 3.5))]
+    )
     text = card.read_text()
     data = ModelCard(text).data
     names = ("dataset_name", "dataset_type", "dataset_config", "dataset_split", "metric_type", "metric_value")
