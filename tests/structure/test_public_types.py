@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -115,7 +116,8 @@ def errors_of(python: Path, folder: Path, source: str) -> list[str]:
     settings = {"typeCheckingMode": "strict", "include": ["uses.py"], "reportMissingTypeStubs": False}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", str(python), "--project", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=300)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which would lead to the checkout
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=300)
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["summary"]["filesAnalyzed"] == 1, done.stderr
     lines = source.splitlines()
