@@ -46,6 +46,7 @@ from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.recipes import check_cache, refuse_code, resolve_recipe
 from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.merge.card_metadata import hub_id
 from fsdp_tune.merge.output_directory import CARD_NAME, without_folders
 from fsdp_tune.merge.publish import CardResult, add_results
 from fsdp_tune.merge.source import newer_checkpoint
@@ -191,10 +192,11 @@ def _origin(recipe: Recipe, label: str, *, is_only: bool) -> dict[str, Any]:
     else:
         sources = data.train if len(labels) < 2 else [data.train[labels.index(label)]]
         name = sources[0].path if is_only else label
-    configs, splits = {each.name for each in sources}, {each.split for each in sources}
+    configs, splits, revisions = {each.name for each in sources}, {each.split for each in sources}, {each.revision for each in sources}
     return {
         "name": name,
-        "data": ", ".join(dict.fromkeys(str(without_folders(each.path)) for each in sources)),
+        "data": ", ".join(dict.fromkeys(hub_id(each.path) or str(without_folders(each.path)) for each in sources)),
+        "revision": revisions.pop() if len(revisions) == 1 else None,
         "config": configs.pop() if len(configs) == 1 else None,
         "split": f"{'' if is_only or isinstance(data.eval, list) else 'held out of '}{', '.join(sorted(splits))}",
     }

@@ -30,6 +30,7 @@ from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.core.version import __version__
 from fsdp_tune.data.report import DataReport
+from fsdp_tune.merge.card_metadata import base_metadata, data_metadata
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.copy.write import Written
@@ -386,15 +387,10 @@ def model_card(
     base = base or (recipe.model.name_or_path if recipe is not None else None)
     if base:
         rows.append(("Base model", without_folders(base)))
-        if not Path(base).exists() and base.count("/") == 1:
-            front["base_model"] = base
-    if recipe is not None:
-        sources = [source.path for source in recipe.data.train]
-        hub = [path for path in sources if not Path(path).exists() and path.count("/") == 1 and not path.startswith(("builtin:", "/", "."))]
-        if hub:
-            front["datasets"] = hub
-        if sources:
-            rows.append(("Data", ", ".join(map(without_folders, sources))))
+    front |= base_metadata(base, is_adapter=is_adapter)
+    if recipe is not None and recipe.data.train:
+        front |= data_metadata(recipe.data.train)
+        rows.append(("Data", ", ".join(without_folders(source.path) for source in recipe.data.train)))
     if run is not None and steps:
         rows.extend([*_data_values(run), *_last_values(run, max(steps)), *_versions(run)])
     lines = [

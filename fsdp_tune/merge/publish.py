@@ -44,6 +44,8 @@ class CardResult:
     """Another model on the same rows, and its value."""
     config: str | None = None
     """Configuration of a hub data set."""
+    revision: str | None = None
+    """Commit, branch or tag of a hub data set."""
 
 
 EVALUATION = "## Evaluation"
@@ -65,10 +67,12 @@ def add_results(path: Path, results: Sequence[CardResult]) -> None:
             dataset_name=str(without_folders(each.name)),
             dataset_config=each.config,
             dataset_split=each.split,
+            dataset_revision=each.revision,
             metric_type=each.metric,
             metric_value=_rounded(each.value),
             metric_args={
                 "interval": [_rounded(edge) for edge in each.interval],
+                "interval_level": 0.95,
                 "rows": each.rows,
                 **({"base": without_folders(each.base[0]), "base_value": _rounded(each.base[1])} if each.base is not None else {}),
             },

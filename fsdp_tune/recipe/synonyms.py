@@ -399,7 +399,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
             ("trainable_token_indices", "peft_trainable_token_indices"),
             ("lora.modules_to_save", "lora: {modules_to_save: [embed_tokens, lm_head]}", _say(_WHOLE_TABLES)),
         ),
-        "loraplus_lr_ratio": ("lora.lr_ratio", None),
+        "loraplus_lr_ratio": ("lora.loraplus_lr_ratio", None),
         "load_in_4bit": ("quantization.load", _NF4, _switch("quantization.load", _NF4)),
         "bnb_4bit_use_double_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _SMALL_SCALES)),
         "lora_target_parameters": ("lora.target_parameters", None, _as("lora.target_parameters", _names)),

@@ -194,7 +194,7 @@ def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
 def test_run_ends_with_a_merged_model_and_its_files(start: str, cli: Cli, tmp_path: Path, device: str) -> None:
     """Cold, each process starts Python: 36 s of CPU, which continuous integration spends in `scripts/test-newest`."""
     short = smoke(device=device)
-    done = cli("train", *short, "--json", "--profile", "steps=3:4")
+    done = cli("train", *short, *settings("training.report_to=[tensorboard]"), "--json", "--profile", "steps=3:4")
     assert done.returncode == 0, done.stderr
     assert re.search(r"first step [\d.]+ s after the start \(checking .*launching .*importing .*loading the model", done.stderr)
     assert re.search(r"step 6/6 .*\(data \d+%, communication \d+%, optimizer \d+%\)", done.stderr)

@@ -129,7 +129,7 @@ def test_rehearsal_of_a_lora_recipe_passes(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_noisy_embeddings_and_a_faster_b_are_trained(cli: Cli, tmp_path: Path) -> None:
     make_base(tmp_path / "base")
-    recipe = LORA | {"lora": {"r": 4, "lr_ratio": 8}, "training": LORA["training"] | {"neftune_noise_alpha": 5.0}}
+    recipe = LORA | {"lora": {"r": 4, "loraplus_lr_ratio": 8}, "training": LORA["training"] | {"neftune_noise_alpha": 5.0}}
     (tmp_path / "noisy.yaml").write_text(json.dumps(recipe))
     (tmp_path / "plain.yaml").write_text(json.dumps(recipe | {"training": LORA["training"]}))
     first = {}

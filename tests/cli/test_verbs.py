@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import operator
 import os
@@ -143,18 +142,22 @@ def test_named_device_is_counted_like_a_detected_one(tmp_path: Path, monkeypatch
             assert (recipe.world_size, recipe.launch.device) == (4, "cuda")
 
 
-def test_missing_tracker_is_refused_by_validate_dry_run_and_train(tmp_path: Path) -> None:
-    missing = "comet_ml"
-    if importlib.util.find_spec(missing) is not None:
-        pytest.skip(f"{missing} is installed")
+@pytest.mark.parametrize(
+    ("tracker", "install"), [("comet_ml", "pip install 'comet-ml>=3.43.2'"), ("tensorboard", "pip install 'fsdp-tune[tensorboard]'")]
+)
+def test_missing_tracker_is_refused_by_validate_dry_run_and_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, install: str
+) -> None:
+    monkeypatch.setattr("fsdp_tune.recipe.rules.trackers._is_installed", lambda _module: False)
     file = tmp_path / "recipe.yaml"
-    file.write_text(MINIMAL + "training: {report_to: [comet_ml]}\nlaunch: {device: cpu, num_processes: 1}\n")
+    file.write_text(MINIMAL + f"training: {{report_to: [{tracker}]}}\nlaunch: {{device: cpu, num_processes: 1}}\n")
     for words in (["validate", str(file)], ["train", str(file), "--dry-run"], ["train", str(file), "--no-start"], ["train", str(file)]):
         done = CliRunner().invoke(app, [*words, "--json"])
         assert done.exit_code == 2, words
-        assert "tracker-not-installed" in [error["code"] for error in json.loads(done.stdout)["errors"]], words
+        hints = {error["code"]: error["hint"] for error in json.loads(done.stdout)["errors"]}
+        assert hints["tracker-not-installed"] == f"`{install}`, or leave it out", words
     planned = resolve_recipe(load_recipe(file), Allowed(), Observer()).recipe
-    assert planned.training.report_to == ["comet_ml"], "`plan` and `prepare` need none"
+    assert planned.training.report_to == [tracker], "`plan` and `prepare` need none"
 
 
 def test_commands_resolve_recipes_in_one_place(repository: Path) -> None:

@@ -107,7 +107,7 @@ def test_model_card_names_data_recipe_and_last_values(tmp_path):
     card = (merge_checkpoint(run, MergeOptions()).output / "README.md").read_text()
     assert card.startswith("---\n")
     for text in (
-        'base_model: "org/base-7b"',
+        'base_model: "org/base-7b"\nbase_model_relation: "finetune"\n',
         'datasets: ["org/data"]',
         "| Training loss | 2.5000 |",
         "| Evaluation loss | 2.2500 |",

@@ -28,7 +28,9 @@ def card(tmp_path: Path) -> Path:
 
 def test_results_are_metadata_and_a_table(card: Path) -> None:
     before = card.read_text()
-    add_results(card, [RESULT, replace(RESULT, name="held_out", data="org/sums", config="en", split="test", base=("org/base", 3.5))])
+    add_results(
+        card, [RESULT, replace(RESULT, name="held_out", data="org/sums", config="en", split="test", revision="v2", base=("org/base", 3.5))]
+    )
     text = card.read_text()
     data = ModelCard(text).data
     names = ("dataset_name", "dataset_type", "dataset_config", "dataset_split", "metric_type", "metric_value")
@@ -36,6 +38,9 @@ def test_results_are_metadata_and_a_table(card: Path) -> None:
         ("secret|rows.jsonl", "secret|rows.jsonl", None, "train", "perplexity", 2.34568),
         ("held_out", "org/sums", "en", "test", "perplexity", 2.34568),
     ]
+    assert [each.metric_args["interval"] for each in data.eval_results] == [[2.1, 2.6]] * 2
+    assert {each.metric_args["interval_level"] for each in data.eval_results} == {0.95}
+    assert [each.dataset_revision for each in data.eval_results] == [None, "v2"]
     assert (data.model_name, data.base_model, data.library_name) == ("mine", "org/base", "transformers")
     assert "| set | data | split | metric | value | 95 % interval | rows | base |" in text
     assert r"|  | secret\|rows.jsonl | train | perplexity | 2.34568 | 2.1 to 2.6 | 1234 |  |" in text

@@ -99,7 +99,7 @@ OTHER_OVERRIDES = (
     ("trl", "model.frozen_dtype={b: 2}"),
     ("fms-command", "parallelism.tp_size=x"),
     ("trl-command", "training.global_batch_size={b: 2}"),
-    ("llama-factory-json", "lora.lr_ratio=null"),
+    ("llama-factory-json", "lora.loraplus_lr_ratio=null"),
 )
 """Those that ended with a traceback, or wrote another recipe than they loaded."""
 

@@ -130,7 +130,7 @@ def test_muon_leaves_decay_rates_of_state_space_layers_to_adamw() -> None:
 
 def test_muon_updates_both_factors_of_an_adapter_and_not_those_of_an_embedding(tmp_path: Path) -> None:
     folder = make_model("llama", tmp_path)
-    lora = {"r": 4, "lr_ratio": 16, "target_modules": ["q_proj", "embed_tokens"]}
+    lora = {"r": 4, "loraplus_lr_ratio": 16, "target_modules": ["q_proj", "embed_tokens"]}
     recipe = recipe_of({"name_or_path": str(folder)}, lora=lora, training={"optim": "muon", "learning_rate": 1e-3})
     model = build_full(recipe)
     optimizer = build_optimizer(recipe, model, decayed_names(model))
@@ -144,7 +144,9 @@ def test_muon_updates_both_factors_of_an_adapter_and_not_those_of_an_embedding(t
 def test_factor_b_has_its_own_rate(tmp_path: Path) -> None:
     """LoRA+ (arXiv:2402.12354): the schedule multiplies the rate of every group."""
     folder = make_model("llama", tmp_path)
-    recipe = recipe_of({"name_or_path": str(folder)}, lora={"r": 4, "lr_ratio": 16}, training={"learning_rate": 1e-3, "weight_decay": 0.1})
+    recipe = recipe_of(
+        {"name_or_path": str(folder)}, lora={"r": 4, "loraplus_lr_ratio": 16}, training={"learning_rate": 1e-3, "weight_decay": 0.1}
+    )
     model = build_full(recipe)
     optimizer = build_optimizer(recipe, model, decayed_names(model))
     rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}

@@ -5,13 +5,19 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import re
+import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 from fsdp_tune.core import devices
 from fsdp_tune.recipe.rules.trackers import TRACKERS, missing
+from fsdp_tune.recipe.schema.recipe import Training
 
 AVAILABLE = {
     "azure_ml": "is_azureml_available",
@@ -92,6 +98,29 @@ def test_comet_needs_the_version_of_its_callback(monkeypatch: pytest.MonkeyPatch
     found = missing("comet_ml", {})
     assert (found is None) == is_usable
     assert found is None or "comet-ml>=3.43.2" in found.hint
+
+
+@pytest.mark.parametrize("name", [name for name, tracker in TRACKERS.items() if tracker.packages])
+def test_shell_passes_the_hint_of_a_missing_tracker_to_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """An unquoted `>=3.43.2` would be a redirection to a file, and unquoted brackets are a pattern."""
+    install(monkeypatch, frozenset[str](), {}, frozenset())
+    found = missing(name, {})
+    assert found is not None
+    line = found.hint.strip("`")
+    (tmp_path / "fsdp-tunet").touch()  # which the pattern `fsdp-tune[tensorboard]` matches
+    script = f"pip() {{ printf '%s\\n' \"$@\"; }}\n{line}"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["install", *TRACKERS[name].packages]
+
+
+def test_extra_of_tensorboard_is_declared_and_not_a_dependency(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = re.findall(r"fsdp-tune\[(\w+)\]", " ".join(package for tracker in TRACKERS.values() for package in tracker.packages))
+    assert extras == ["tensorboard"]
+    names = {Requirement(each).name for extra in extras for each in project["optional-dependencies"][extra]}
+    assert names == {"tensorboard"}
+    assert names.isdisjoint(Requirement(each).name for each in project["dependencies"])
+    assert Training().report_to == [], "a new installation has no tracker"
 
 
 def test_every_tracker_of_transformers_is_compared() -> None:

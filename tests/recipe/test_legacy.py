@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
+from pydantic import ValidationError
 
 from fsdp_tune.recipe.schema.keys import value_of
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import Lora
 from tests.recipe.loading import load_with, one_problem, problems_with
 
 
@@ -27,6 +33,7 @@ from tests.recipe.loading import load_with, one_problem, problems_with
         ("fsdp: {xla: false}", "fsdp.version", 2, "`fsdp.xla` is removed"),
         ("load_in_8bit: false", "training.seed", 42, "`load_in_8bit` is removed"),
         ("bnb_4bit_quant_storage: uint8", "training.seed", 42, "`bnb_4bit_quant_storage` is removed"),
+        ("lora: {r: 4, lr_ratio: 8}", "lora.loraplus_lr_ratio", 8, "`lora.lr_ratio` is now `lora.loraplus_lr_ratio: 8`"),
         ("lora: {r: 4, task_type: CAUSAL_LM}", "lora.r", 4, "`lora.task_type` is removed"),
         ("fsdp: {state_dict_type: sharded_state_dict}", "fsdp.state_dict_type", "SHARDED_STATE_DICT", "is now"),
         ("fsdp: full_shard", "fsdp.sharding_strategy", "FULL_SHARD", "`full_shard` in `fsdp` is now"),
@@ -59,6 +66,26 @@ def test_old_spelling_is_translated_with_one_notice(extra: str, key: str, value:
     assert notice in told[0].message
     assert told[0].where.line == 3
     assert not told[0].strict
+
+
+def test_recipe_json_of_version_0_1_is_read_with_its_lora_plus_ratio() -> None:
+    """Every such file of a LoRA run has the key, so without it no run of that version could be resumed or merged."""
+    recipe = load_with("lora: {r: 4, loraplus_lr_ratio: 8}").recipe
+    text = recipe.model_dump_json(by_alias=True)
+    older = text.replace('"loraplus_lr_ratio"', '"lr_ratio"')
+    assert older != text
+    assert Recipe.model_validate_json(older) == recipe
+    with pytest.raises(ValidationError):
+        Recipe.model_validate_json(text.replace('"loraplus_lr_ratio"', '"lr_ratio":1,"loraplus_lr_ratio"'))
+
+
+def test_lora_plus_ratio_has_the_name_that_peft_gives_it() -> None:
+    peft = importlib.util.find_spec("peft")
+    assert peft is not None
+    assert peft.origin is not None
+    source = Path(peft.origin).with_name("optimizers") / "loraplus.py"
+    assert "loraplus_lr_ratio: float" in source.read_text(encoding="utf-8")
+    assert "loraplus_lr_ratio" in Lora.model_fields
 
 
 def test_optim_args_are_parsed_word_by_word() -> None:

@@ -109,7 +109,7 @@ def test_option_is_named_as_typed() -> None:
 
 def test_null_makes_no_section() -> None:
     """`lora: {}` trains an adapter: taking back one of its keys must not."""
-    assert load_with("", "lora.lr_ratio=null").recipe.lora is None
+    assert load_with("", "lora.loraplus_lr_ratio=null").recipe.lora is None
     assert load_with("lora: null\n", "lora.r=null").recipe.lora is None
     assert load_with("quantization: null\n", "quantization.load=null").recipe.quantization is None
     assert load_with("launch: {env: {A: b}}\n", "launch.env.A=null").recipe.launch.env == {}

@@ -50,7 +50,7 @@ ANY: dict[str, Any] = {  # a value in the other tool for a key here, where nothi
     "lora.use_rslora": True,
     "lora.adapter": "runs/a/adapter",
     "lora.layers_to_transform": [0, 1],
-    "lora.lr_ratio": 16.0,
+    "lora.loraplus_lr_ratio": 16.0,
     "launch.main_process_ip": "10.0.0.1",
     "output_dir": "runs/x",
     "name": "trial",

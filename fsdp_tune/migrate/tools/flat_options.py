@@ -150,7 +150,7 @@ SWIFT_RULES: Rules = {
     "interleave_prob": _interleaved,
     "stopping_strategy": same("data.mixture.stopping_strategy"),
     "enable_dft_loss": implies({"training.loss": "dft"}, DFT),
-    "lorap_lr_ratio": same("lora.lr_ratio"),
+    "lorap_lr_ratio": same("lora.loraplus_lr_ratio"),
     "init_weights": same("lora.init_lora_weights"),
     "lora_bias": fine_or(("none",), "off, as it is here", "`lora: {bias: …}` trains biases", "lora", "bias"),
     **dict.fromkeys(("lazy_tokenize", "use_logits_to_keep", "acc_strategy", "experts_impl"), leave("a matter of ms-swift's own code")),

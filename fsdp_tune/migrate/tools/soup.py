@@ -166,7 +166,7 @@ _TRAINING: Rules = {
     **dict.fromkeys(("packing", "multipack"), same("data.packing")),
     "packing_cross_doc_attn_mask": leave("examples in one row never see each other here"),
     "neftune_alpha": same("training.neftune_noise_alpha"),
-    "loraplus_lr_ratio": same("lora.lr_ratio"),
+    "loraplus_lr_ratio": same("lora.loraplus_lr_ratio"),
     "moe_lora": off_or("off", "experts are adapted by `lora: {target_parameters: […]}`"),
     "moe_aux_loss_coeff": same("model.config_overrides.router_aux_loss_coef"),
     "activation_offloading": implies({"fsdp.activation_checkpointing_offload": True}),

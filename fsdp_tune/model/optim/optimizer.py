@@ -113,14 +113,14 @@ def create_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]
 def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: frozenset[str] | None) -> dict[str, Any]:
     """Return the options of the group of a parameter: those of the first of `training.parameter_groups` that matches, or the recipe's.
 
-    In LoRA+ (arXiv:2402.12354) the learning rate of every B is `lora.lr_ratio` times that of A. `matrices` are the names for Muon.
+    In LoRA+ (arXiv:2402.12354) the learning rate of every B is `lora.loraplus_lr_ratio` times that of A. `matrices` are the names for Muon.
     """
     own = matching_group(recipe.training, name)
     rate, decay = (None, None) if own is None else (own.learning_rate, own.weight_decay)
     if decay is None:
         decay = float(training_value(recipe.training, "weight_decay")) if name in decayed else 0.0
-    if recipe.lora is not None and recipe.lora.lr_ratio != 1.0 and (".lora_B." in name or ".lora_embedding_B." in name):
-        rate = (recipe.training.learning_rate if rate is None else rate) * recipe.lora.lr_ratio
+    if recipe.lora is not None and recipe.lora.loraplus_lr_ratio != 1.0 and (".lora_B." in name or ".lora_embedding_B." in name):
+        rate = (recipe.training.learning_rate if rate is None else rate) * recipe.lora.loraplus_lr_ratio
     options = {"weight_decay": decay} | ({} if rate is None else {"lr": rate})
     return options if matrices is None else options | {ORTHOGONAL: name in matrices}
 

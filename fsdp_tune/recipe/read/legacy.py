@@ -143,6 +143,7 @@ RENAMED: tuple[tuple[Path, Path, Change | None], ...] = (
     (("training", "torch_dtype"), ("model", "dtype"), None),
     (("model", "rope_scaling", "type"), ("model", "rope_scaling", "rope_type"), None),
     (("model", "rope_parameters"), ("model", "rope_scaling"), None),
+    (("lora", "lr_ratio"), ("lora", "loraplus_lr_ratio"), None),  # up to version 0.1
 )
 UPPERCASED = ("auto_wrap_policy", "backward_prefetch", "state_dict_type")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,30 +16,30 @@ class Tracker:
     """Modules that are imported (`a|b`: either), what to install for them, and variables that must be set."""
 
     modules: tuple[str, ...]
-    install: str = ""
+    packages: tuple[str, ...] = ()
+    """Requirements, as pip takes them."""
     variables: tuple[str, ...] = ()
     disabled_by: str = ""
     """A variable that switches the callback off when it is `TRUE`."""
-    least_version: str = ""
 
 
 TRACKERS = {
-    "azure_ml": Tracker(("azureml.core.run",), "azureml-sdk"),
-    "clearml": Tracker(("clearml",), "clearml"),
-    "codecarbon": Tracker(("codecarbon",), "codecarbon"),
-    "comet_ml": Tracker(("comet_ml",), "comet-ml", least_version="3.43.2"),
+    "azure_ml": Tracker(("azureml.core.run",), ("azureml-sdk",)),
+    "clearml": Tracker(("clearml",), ("clearml",)),
+    "codecarbon": Tracker(("codecarbon",), ("codecarbon",)),
+    "comet_ml": Tracker(("comet_ml",), ("comet-ml>=3.43.2",)),
     # Its callback extends that of mlflow, and takes owner and repository from the tracking URI.
-    "dagshub": Tracker(("dagshub", "mlflow"), "dagshub mlflow", ("MLFLOW_TRACKING_URI",), "DISABLE_MLFLOW_INTEGRATION"),
-    "dvclive": Tracker(("dvclive",), "dvclive"),
-    "flyte": Tracker(("flytekit",), "flytekit"),
+    "dagshub": Tracker(("dagshub", "mlflow"), ("dagshub", "mlflow"), ("MLFLOW_TRACKING_URI",), "DISABLE_MLFLOW_INTEGRATION"),
+    "dvclive": Tracker(("dvclive",), ("dvclive",)),
+    "flyte": Tracker(("flytekit",), ("flytekit",)),
     # Talks HTTP to the server that the variable names; a TrainJob sets it.
-    "kubeflow": Tracker((), "", ("KUBEFLOW_TRAINER_SERVER_URL",), "DISABLE_KUBEFLOW_INTEGRATION"),
-    "mlflow": Tracker(("mlflow",), "mlflow", (), "DISABLE_MLFLOW_INTEGRATION"),
-    "neptune": Tracker(("neptune",), "neptune"),
-    "swanlab": Tracker(("swanlab",), "swanlab"),
-    "tensorboard": Tracker(("tensorboard|tensorboardX",), "tensorboard"),
-    "trackio": Tracker(("trackio",), "trackio"),
-    "wandb": Tracker(("wandb",), "wandb"),
+    "kubeflow": Tracker((), (), ("KUBEFLOW_TRAINER_SERVER_URL",), "DISABLE_KUBEFLOW_INTEGRATION"),
+    "mlflow": Tracker(("mlflow",), ("mlflow",), (), "DISABLE_MLFLOW_INTEGRATION"),
+    "neptune": Tracker(("neptune",), ("neptune",)),
+    "swanlab": Tracker(("swanlab",), ("swanlab",)),
+    "tensorboard": Tracker(("tensorboard|tensorboardX",), ("fsdp-tune[tensorboard]",)),
+    "trackio": Tracker(("trackio",), ("trackio",)),
+    "wandb": Tracker(("wandb",), ("wandb",)),
 }
 """The names of transformers' INTEGRATION_TO_CALLBACK."""
 
@@ -60,12 +61,13 @@ def missing(name: str, environment: Mapping[str, str]) -> Missing | None:
         return Missing(
             f"`{tracker.disabled_by}={environment[tracker.disabled_by]}` switches it off", f"`unset {tracker.disabled_by}`", True
         )
-    install = f"`pip install {tracker.install}{f'>={tracker.least_version}' if tracker.least_version else ''}`"
+    install = f"`pip install {shlex.join(tracker.packages)}`"  # quoted: the shell takes `>` and brackets for its own
     for module in tracker.modules:
         if not any(_is_installed(alternative) for alternative in module.split("|")):
             return Missing(f"the package `{module.split('|')[0]}` is not installed", install)
-    if tracker.least_version and not _is_recent(tracker.install, tracker.least_version):
-        return Missing(f"the package `{tracker.install}` is older than {tracker.least_version}", install)
+    for package, _, least in (requirement.partition(">=") for requirement in tracker.packages):
+        if least and not _is_recent(package, least):
+            return Missing(f"the package `{package}` is older than {least}", install)
     for variable in tracker.variables:
         if variable not in environment:
             return Missing(f"the variable `{variable}` is not set", f"`export {variable}=…` where the run starts", True)

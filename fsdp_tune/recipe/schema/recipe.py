@@ -227,8 +227,8 @@ class Training(Section):
     """Steps between checkpoints, or a share of all steps; `epoch` and `no` by save_strategy."""
     save_total_limit: Annotated[WholeOrZero | None, Effect(NOTHING, FREE)] = 2
     """Complete checkpoints to keep; the newest and the best are never deleted. 0 or null keeps all."""
-    report_to: Annotated[list[Text], Effect(NOTHING, FREE)] = ["tensorboard"]
-    """Trackers; tensorboard is written to RUN/tensorboard."""
+    report_to: Annotated[list[Text], Effect(NOTHING, FREE)] = []
+    """Trackers, such as wandb; tensorboard (`fsdp-tune[tensorboard]`) writes to RUN/tensorboard."""
     seed: Annotated[WholeOrZero, Effect(DATA | NUMBERS, REFUSED)] = 42
     """Seed of initial weights, dropout and LoRA."""
     data_seed: Annotated[WholeOrZero | None, Effect(DATA, REFUSED)] = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.recipe.schema.kinds import (
@@ -365,10 +365,19 @@ class Lora(Section):
     """Train the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353)."""
     init_lora_weights: Annotated[bool | Text, Effect(NUMBERS, REFUSED)] = True
     """true: A uniform as a linear layer's, B zero | gaussian: A normal, B zero | false: B as A, so that the model starts changed."""
-    lr_ratio: Annotated[Positive, Effect(NUMBERS, TRAJECTORY)] = 1.0
+    loraplus_lr_ratio: Annotated[Positive, Effect(NUMBERS, TRAJECTORY)] = 1.0
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354)."""
     adapter: Annotated[Text | None, Effect(NUMBERS, REFUSED)] = None
     """Directory of a PEFT adapter, or RUN, whose training continues and whose values unset keys of `lora:` take; null = new adapters."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_lr_ratio(cls, values: Any) -> Any:
+        """Accept the name that recipe.json of a run of version 0.1 has, so that the run can be resumed."""
+        if isinstance(values, dict) and "lr_ratio" in values and "loraplus_lr_ratio" not in values:
+            renamed = dict(cast("dict[str, Any]", values))
+            return renamed | {"loraplus_lr_ratio": renamed.pop("lr_ratio")}
+        return cast(Any, values)
 
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
