@@ -21,9 +21,9 @@ from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.pages.html_pages import html_document, html_table
 
 if TYPE_CHECKING:
-    from fsdp_tune.compare.causes import DifferentKey
-    from fsdp_tune.compare.served import ComparedPrompt
-    from fsdp_tune.compare.stages import ComparedStage
+    from fsdp_tune.comparison.causes import DifferentKey
+    from fsdp_tune.comparison.served import ComparedPrompt
+    from fsdp_tune.comparison.stages import ComparedStage
     from fsdp_tune.jobs.served import Cause, CompareAnswer, FirstDifference, SideAnswer
 
 WIDTH, WIDEST = 80, 110

@@ -1,6 +1,6 @@
 """Compare two recipes, runs or configurations of other tools: the first difference from tokens to the update, and its cause.
 
-Torch runs in child processes, one for each interpreter (`compare/observe.py`).
+Torch runs in child processes, one for each interpreter (`comparison/observe.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fsdp_tune.compare.causes import (
+from fsdp_tune.comparison.causes import (
     DifferentKey,
     by_likelihood,
     causing,
@@ -30,10 +30,10 @@ from fsdp_tune.compare.causes import (
     with_passed_defaults,
     with_values,
 )
-from fsdp_tune.compare.causes import Path as KeyPath
-from fsdp_tune.compare.environments import TOOLS, ObservingChild, ToolChild, find_interpreter, needed_requirements, python_with
-from fsdp_tune.compare.openai_server import is_url
-from fsdp_tune.compare.stages import (
+from fsdp_tune.comparison.causes import Path as KeyPath
+from fsdp_tune.comparison.environments import TOOLS, ObservingChild, ToolChild, find_interpreter, needed_requirements, python_with
+from fsdp_tune.comparison.openai_server import is_url
+from fsdp_tune.comparison.stages import (
     DATA_STAGES,
     NEVER_COMPARED,
     ComparedStage,
@@ -43,7 +43,7 @@ from fsdp_tune.compare.stages import (
     tolerances,
     without_weights,
 )
-from fsdp_tune.compare.verdicts import evidence_of, unsettled_keys, verdict
+from fsdp_tune.comparison.verdicts import evidence_of, unsettled_keys, verdict
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, usage_error
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.secrets import mask_text

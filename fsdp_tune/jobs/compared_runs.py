@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp_tune.compare.causes import DifferentKey, is_of_data, rounds_otherwise
-from fsdp_tune.compare.runs import (
+from fsdp_tune.comparison.causes import DifferentKey, is_of_data, rounds_otherwise
+from fsdp_tune.comparison.runs import (
     ROUNDING,
     ComparedLines,
     DifferentStep,
@@ -15,8 +15,8 @@ from fsdp_tune.compare.runs import (
     compare_evaluations,
     compare_lines,
 )
-from fsdp_tune.compare.stages import ComparedStage
-from fsdp_tune.compare.verdicts import SCHEDULE
+from fsdp_tune.comparison.stages import ComparedStage
+from fsdp_tune.comparison.verdicts import SCHEDULE
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.served import Cause, FirstDifference
 from fsdp_tune.pages.run_record import RunRecord, differences, read_run

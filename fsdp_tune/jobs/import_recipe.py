@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fsdp_tune.compare.causes import is_named
+from fsdp_tune.comparison.causes import is_named
 from fsdp_tune.core import atomic
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, usage_error

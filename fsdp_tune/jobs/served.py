@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens
-from fsdp_tune.compare.causes import DifferentKey, yaml_value
-from fsdp_tune.compare.openai_server import OpenAIServer, RefusedError, ServedAnswer, ServedPrompt, is_url, key_of
-from fsdp_tune.compare.runs import DifferentStep
-from fsdp_tune.compare.served import (
+from fsdp_tune.comparison.causes import DifferentKey, yaml_value
+from fsdp_tune.comparison.openai_server import OpenAIServer, RefusedError, ServedAnswer, ServedPrompt, is_url, key_of
+from fsdp_tune.comparison.runs import DifferentStep
+from fsdp_tune.comparison.served import (
     TOLERANCE,
     Exchange,
     ServedNumbers,
@@ -22,9 +22,9 @@ from fsdp_tune.compare.served import (
     numbers_of,
     score_request,
 )
-from fsdp_tune.compare.served_causes import begun_otherwise, served_cause
-from fsdp_tune.compare.stages import ComparedStage, StageDifference
-from fsdp_tune.compare.verdicts import Verdict, evidence_of, verdict
+from fsdp_tune.comparison.served_causes import begun_otherwise, served_cause
+from fsdp_tune.comparison.stages import ComparedStage, StageDifference
+from fsdp_tune.comparison.verdicts import Verdict, evidence_of, verdict
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.secrets import MASK

@@ -34,9 +34,9 @@ from fsdp_tune.recipe.read.yaml_source import read_text
 from fsdp_tune.recipe.resolve import ABSENT, Resolution, UnresolvedError, split_absent
 from fsdp_tune.recipe.schema.keys import pinned
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.rehearse.lifecycle_checks import Check, Rehearsal
-from fsdp_tune.rehearse.parity_checks import make_comparable, parity_checks
-from fsdp_tune.rehearse.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
+from fsdp_tune.rehearsal.lifecycle_checks import Check, Rehearsal
+from fsdp_tune.rehearsal.parity_checks import make_comparable, parity_checks
+from fsdp_tune.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 
 
 @dataclass(frozen=True, slots=True)

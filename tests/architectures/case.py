@@ -16,7 +16,7 @@ from fsdp_tune.data.store import RowStore
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.generate import generate
-from fsdp_tune.rehearse.parity import plain_loop
+from fsdp_tune.rehearsal.parity import plain_loop
 from fsdp_tune.run.directory import RunDir
 from tests.architectures.tiny import config_of, make_model, set_fields, unreached_limits
 from tests.parity import runs

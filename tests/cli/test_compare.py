@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_tune.compare.environments import ObservingChild
+from fsdp_tune.comparison.environments import ObservingChild
 from tests.cli.conftest import Cli, document
 from tests.cli.in_process import answer, errors, invoke, settings
 from tests.jobs.sides import in_process

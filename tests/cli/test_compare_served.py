@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.cli.conftest import Cli, document
-from tests.compare.small_server import Planted, serving, write_model
+from tests.comparison.small_server import Planted, serving, write_model
 
 
 @pytest.mark.slow

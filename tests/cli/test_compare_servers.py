@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Cli, document
-from tests.compare.gguf_file import write_gguf
-from tests.compare.small_server import WITH_SYSTEM, write_model
+from tests.comparison.gguf_file import write_gguf
+from tests.comparison.small_server import WITH_SYSTEM, write_model
 
 SERVERS = os.environ.get("FSDP_TUNE_SERVERS")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(SERVERS is None, reason="FSDP_TUNE_SERVERS names no directory of servers")]

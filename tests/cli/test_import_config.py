@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_tune.compare.environments import ObservingChild
+from fsdp_tune.comparison.environments import ObservingChild
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.migrate.ledger import leaves
 from tests.cli.conftest import Cli

@@ -13,7 +13,7 @@ from tests import ranks, warm
 from tests.cli.conftest import document
 from tests.cli.imported_files import FILES, Imported, write_rows
 from tests.cli.small_runs import losses
-from tests.compare.tool_files import files
+from tests.comparison.tool_files import files
 
 __all__ = ["files"]
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.ranks]

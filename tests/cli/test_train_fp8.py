@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fsdp_tune.rehearse.parity.model_directories import checkpoint_tensors
+from fsdp_tune.rehearsal.parity.model_directories import checkpoint_tensors
 from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import Cli, document
 

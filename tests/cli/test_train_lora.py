@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from fsdp_tune.core.tensors.file_formats import PREFIX
 from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
-from fsdp_tune.rehearse.parity.model_directories import checkpoint_tensors
+from fsdp_tune.rehearsal.parity.model_directories import checkpoint_tensors
 from fsdp_tune.run.directory import RunDir
 from tests.cli.conftest import Cli, document
 from tests.cli.small_runs import LORA, losses, make_base

@@ -19,7 +19,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
-from fsdp_tune.rehearse.parity import plain_loop as reference
+from fsdp_tune.rehearsal.parity import plain_loop as reference
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import read_object
 from tests.fuzz import ranks

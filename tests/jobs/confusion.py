@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import fsdp_tune
-from fsdp_tune.compare.environments import ObservingChild
+from fsdp_tune.comparison.environments import ObservingChild
 from fsdp_tune.jobs import served
 from fsdp_tune.jobs.options import CompareOptions, GenerateOptions
 from fsdp_tune.jobs.served import CompareAnswer
-from tests.compare.small_server import Planted, serving, write_model
+from tests.comparison.small_server import Planted, serving, write_model
 from tests.jobs import test_served
 from tests.jobs.pairs import (
     ADAPTERS,

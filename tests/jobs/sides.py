@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_tune.compare.observe import Side
-from fsdp_tune.compare.stages import Observation
+from fsdp_tune.comparison.observe import Side
+from fsdp_tune.comparison.stages import Observation
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}

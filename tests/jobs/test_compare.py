@@ -16,8 +16,8 @@ import torch
 import yaml
 
 import fsdp_tune
-from fsdp_tune.compare.environments import ObservingChild
-from fsdp_tune.compare.stages import Observation
+from fsdp_tune.comparison.environments import ObservingChild
+from fsdp_tune.comparison.stages import Observation
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
@@ -106,7 +106,7 @@ def test_planted_key_of_an_adapter_is_found(override: str, stage: str) -> None:
     assert first(compared(override, a="lora.yaml")) == (stage, [override.partition("=")[0]])
 
 
-@pytest.mark.slow  # tests/compare/test_verdicts.py holds the law of each key
+@pytest.mark.slow  # tests/comparison/test_verdicts.py holds the law of each key
 @pytest.mark.parametrize(("recipe", "overrides"), UNSEEN, ids=[overrides[0] for _, overrides in UNSEEN])
 def test_key_that_changes_the_result_and_that_no_stage_shows_forbids_equal(recipe: str, overrides: tuple[str, ...]) -> None:
     found = compare_recipes(recipe, *overrides)
@@ -139,7 +139,7 @@ FAST |= {
     "logging every two steps",
     "no lines",
 }
-"""The others are slow: `tests/compare/test_runs.py` holds the limit of each field."""
+"""The others are slow: `tests/comparison/test_runs.py` holds the limit of each field."""
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fsdp_tune.jobs.evaluate import recipe_of_model
 from fsdp_tune.jobs.generate import AnsweringModel
 from fsdp_tune.jobs.options import Allowed, CompareOptions, GenerateOptions
 from fsdp_tune.jobs.served import CompareAnswer
-from tests.compare.small_server import BOS, EOS, WITH_SYSTEM, Planted, SmallServer, serving, write_model
+from tests.comparison.small_server import BOS, EOS, WITH_SYSTEM, Planted, SmallServer, serving, write_model
 
 TOKENS = 8
 PROMPTS = "one plus two\nthirty seven plus four is\n"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.rehearse.parity import plain_loop
+from fsdp_tune.rehearsal.parity import plain_loop
 from fsdp_tune.run.directory import RunDir
 from tests.parity import runs
 from tests.parity.architectures import make_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_tune.rehearse.parity.plain_loop import Trajectory
+from fsdp_tune.rehearsal.parity.plain_loop import Trajectory
 from fsdp_tune.run.directory import RunDir
 from tests.parity import runs
 

@@ -18,8 +18,8 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.rehearse.parity.model_directories import checkpoint_tensors
-from fsdp_tune.rehearse.parity.plain_loop import Trajectory
+from fsdp_tune.rehearsal.parity.model_directories import checkpoint_tensors
+from fsdp_tune.rehearsal.parity.plain_loop import Trajectory
 from fsdp_tune.run.directory import RunDir
 from tests.parity.cases import SAVED_STEP, STEPS
 from tests.parity.store import TRAIN_ROWS, VOCABULARY

@@ -254,7 +254,7 @@ NOT_RUN = {
     "scripts/": "sets up an environment, or is a suite with its own job",
     "pip install": "needs a package index",
     "pip wheel": "the same; scripts/test-newest builds wheel and sdist",
-    "fsdp-tune rehearse": "takes a minute; tests/rehearse/test_lifecycle_checks.py runs it",
+    "fsdp-tune rehearse": "takes a minute; tests/rehearsal/test_lifecycle_checks.py runs it",
     "fsdp-tune plan --config llama7b_full_shard": "takes a minute; tests/planner and scripts/test-newest plan the catalogue's recipes",
     "docker ": "needs a container engine",
     "fsdp-tune report runs/recipe runs/slower --follow": "serves until Ctrl-C; tests/pages/test_report_page_live.py ends it",

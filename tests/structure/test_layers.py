@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+import fsdp_tune
 from tests.structure.sources import Source, modules
 
-MODULE_LINES, FUNCTION_LINES = 500, 60
+MODULE_LINES, FUNCTION_LINES, TITLE_LINES = 500, 60, 3
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -115,6 +117,13 @@ def test_only_commands_import_the_front_door() -> None:
     assert {name for name in found if not name.startswith("fsdp_tune/cli/")} == set()
 
 
+def test_no_room_has_the_name_of_a_public_function() -> None:
+    """The import of `fsdp_tune.plan` as a folder would replace the function `plan` of the package."""
+    rooms = {path.parent.name for path in Path(fsdp_tune.__file__).parent.glob("*/__init__.py")}
+    assert "planner" in rooms
+    assert rooms & {*fsdp_tune.__all__} == set()
+
+
 WORLD_SIZE_CALLERS = {
     "worker/agreement.py": "values of every rank",
     "worker/checkpoint/exchange.py": "ranks send parts of files to each other",
@@ -146,6 +155,23 @@ def test_functions_are_short() -> None:
 def test_every_module_has_a_docstring() -> None:
     silent = [module.name for module in modules() if module.path.name != "__main__.py" and ast.get_docstring(module.tree) is None]
     assert silent == []
+
+
+def test_docstring_of_a_module_starts_with_one_short_paragraph() -> None:
+    """And no other string is at the top level, but for those after a constant: joined modules once kept the docstrings of all."""
+    glued = [
+        module.name
+        for module in modules()
+        if (text := ast.get_docstring(module.tree)) is not None
+        and (
+            len(text.partition("\n\n")[0].splitlines()) > TITLE_LINES
+            or any(
+                isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and not isinstance(before, ast.Assign | ast.AnnAssign)
+                for before, node in itertools.pairwise(module.tree.body)
+            )
+        )
+    ]
+    assert glued == []
 
 
 def test_no_module_is_named_utils() -> None:

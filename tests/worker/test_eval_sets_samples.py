@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.generate import generate
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.rehearse.parity.model_directories import checkpoint_tensors
+from fsdp_tune.rehearsal.parity.model_directories import checkpoint_tensors
 from fsdp_tune.run.directory import RunDir
 from tests.cuda.devices import on_devices
 from tests.model.families import FAMILIES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,6 +13,7 @@ from fsdp_tune.core.errors import Notice
 from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
 from fsdp_tune.model.model_files import KernelChoice
 
+MISSING = "missing"
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 """Import name → what pip installs."""
 
@@ -44,25 +46,27 @@ def class_kernels(model: nn.Module) -> tuple[ClassKernel, ...]:
 
 
 def choose_class_kernels(model: nn.Module, device_type: str) -> dict[str, KernelChoice]:
-    """Return for each package whether its kernels run: distribution → `installed` or `missing`. They are for GPUs."""
+    """Return for each package whether its kernels run: distribution → `installed` or `MISSING`. They are for GPUs."""
     if device_type != "cuda":
         return {}
     return {
-        kernel.distribution: KernelChoice("installed" if kernel.is_installed else "missing", ", ".join(kernel.functions))
+        kernel.distribution: KernelChoice("installed" if kernel.is_installed else MISSING, ", ".join(kernel.functions))
         for kernel in class_kernels(model)
     }
 
 
-def slow_kernel_notices(model: nn.Module, device_type: str) -> list[Notice]:
-    """Return a notice if packages are missing here, so that layers run in plain PyTorch."""
-    missing = [kernel for kernel in class_kernels(model) if not kernel.is_installed] if device_type == "cuda" else []
+def slow_kernel_notices(model: nn.Module, chosen: Mapping[str, KernelChoice]) -> list[Notice]:
+    """Return a notice if packages are missing here, so that layers run in plain PyTorch.
+
+    `chosen`: the choices of a run, with those of `choose_class_kernels`.
+    """
+    missing = {distribution: choice.reason for distribution, choice in chosen.items() if choice.value == MISSING}
     if not missing:
         return []
-    names = " and ".join(kernel.distribution for kernel in missing)
-    functions = ", ".join(function for kernel in missing for function in kernel.functions)
+    names, functions = " and ".join(missing), ", ".join(missing.values())
     message = (
         f"{names} {'is' if len(missing) == 1 else 'are'} not installed here: {type(model).__name__} computes {functions} in plain "
         "PyTorch, with equal results; such models took 1.7 to 4 times as long in published runs"
     )
-    hint = f"`pip install {' '.join(kernel.distribution for kernel in missing)}` where the run is started"
+    hint = f"`pip install {' '.join(missing)}` where the run is started"
     return [Notice("slow-kernels", message, hint=hint)]

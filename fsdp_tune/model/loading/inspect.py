@@ -73,7 +73,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         with collected(problems):
             kernels = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
             notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
-            notices += [*slow_kernel_notices(model, device), *packing_notices(kernels.get("data.packing"))]
+            notices += [*slow_kernel_notices(model, kernels), *packing_notices(kernels.get("data.packing"))]
             notices += large_mask_notices(recipe, model.config, found.layers, kernels["model.attn_implementation"])
             found = found.model_copy(update={"kernels": kernels})
     except FsdpTuneError as error:

@@ -1,10 +1,10 @@
 """Run the trainer of another tool on a small model and a few rows, and observe the stages of a comparison.
 
-    python -m fsdp_tune.compare.tool_side
+    python -m fsdp_tune.comparison.tool_side
 
 Started with the interpreter of the tool's environment, which has no package that fsdp_tune needs: of fsdp_tune it imports only
-`compare/tool_trainers.py`. A request is a line on stdin, a JSON object that `ToolChild` of
-`compare/environments.py` makes: `values` are the options of the configuration, `settings` others in their place, `rows` is a file
+`comparison/tool_trainers.py`. A request is a line on stdin, a JSON object that `ToolChild` of
+`comparison/environments.py` makes: `values` are the options of the configuration, `settings` others in their place, `rows` is a file
 of lines {"key", "name", "source", "values"} with the rows as they were read, `ranks` counts those that read other rows. Code of a model's
 repository runs only with the request's `trust_remote_code`. The answer is a line on stdout, the fields of an `Observation`.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fsdp_tune.compare.tool_trainers import IGNORE_INDEX, PACKAGES, TRAINERS, Facts, NotShownError, ToolTrainers
+from fsdp_tune.comparison.tool_trainers import IGNORE_INDEX, PACKAGES, TRAINERS, Facts, NotShownError, ToolTrainers
 
 SMALL_MODEL = "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
 AUTOCAST = "autocast of the forward"

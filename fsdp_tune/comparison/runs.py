@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_tune.compare.stages import ComparedStage, StageDifference
+from fsdp_tune.comparison.stages import ComparedStage, StageDifference
 from fsdp_tune.core.command import JsonAnswer
 
 Line = Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_tune.compare.causes import (
+from fsdp_tune.comparison.causes import (
     Path,
     by_likelihood,
     causing,

@@ -16,8 +16,8 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.read.loader import catalogue, load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.rehearse.parity_checks import make_comparable
-from fsdp_tune.rehearse.scale_down import (
+from fsdp_tune.rehearsal.parity_checks import make_comparable
+from fsdp_tune.rehearsal.scale_down import (
     MAX_LENGTH_TOKENS,
     ReadableInputs,
     ScaledRecipe,

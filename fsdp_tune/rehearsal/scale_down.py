@@ -23,7 +23,7 @@ from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.recipe.schema.kinds import needs_cuda
 from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.world import readers
-from fsdp_tune.rehearse.lifecycle_checks import run_torch_script
+from fsdp_tune.rehearsal.lifecycle_checks import run_torch_script
 
 MAX_LENGTH_TOKENS = 128
 ROWS = 400

@@ -16,8 +16,8 @@ from typing import Any
 
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.recipe.world import readers
-from fsdp_tune.rehearse.lifecycle_checks import Check, run_fsdp_tune, run_torch_script
-from fsdp_tune.rehearse.scale_down import ROWS, ScaledRecipe
+from fsdp_tune.rehearsal.lifecycle_checks import Check, run_fsdp_tune, run_torch_script
+from fsdp_tune.rehearsal.scale_down import ROWS, ScaledRecipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import LossScaleBackedOff, read_event
 from fsdp_tune.run.metrics_file import read_metrics

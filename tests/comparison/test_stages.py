@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.compare.stages import STAGES, Observation, StageFacts, compare_observations, compare_stage, stages_until
+from fsdp_tune.comparison.stages import STAGES, Observation, StageFacts, compare_observations, compare_stage, stages_until
 
 TEXTS = {"1": "one", "2": " two", "3": " three"}
 NAMES = {"0:1:1": "example 0 (rows.jsonl:1)", "0:2:1": "example 1 (rows.jsonl:2)"}

@@ -19,13 +19,13 @@ import yaml
 
 import fsdp_tune
 from fsdp_tune.cli.compare import comparison_page, verdict_of
-from fsdp_tune.compare import tool_side
-from fsdp_tune.compare.causes import option_paths
-from fsdp_tune.compare.environments import ObservingChild, ToolChild, needed_requirements
-from fsdp_tune.compare.observe import Side
-from fsdp_tune.compare.stages import RANDOM, Observation, StageFacts, open_words, stages_until
+from fsdp_tune.comparison import tool_side
+from fsdp_tune.comparison.causes import option_paths
+from fsdp_tune.comparison.environments import ObservingChild, ToolChild, needed_requirements
+from fsdp_tune.comparison.observe import Side
+from fsdp_tune.comparison.stages import RANDOM, Observation, StageFacts, open_words, stages_until
 from fsdp_tune.jobs.options import CompareOptions
-from tests.compare.tool_files import (
+from tests.comparison.tool_files import (
     TEMPLATE,
     compared,
     files,

@@ -1,6 +1,6 @@
 """The stages of a comparison, from tokens to the update: the first place at which two sides differ.
 
-An observation of a side is computed by `compare/observe.py` in a child process. This module compares two of them; it imports no
+An observation of a side is computed by `comparison/observe.py` in a child process. This module compares two of them; it imports no
 torch.
 """
 

@@ -1,4 +1,4 @@
-"""Where the sides of a comparison are computed: in a process with this interpreter (`compare/observe.py`), or with another one.
+"""Where the sides of a comparison are computed: in a process with this interpreter (`comparison/observe.py`), or with another one.
 
 Environments with other versions of packages (`compare --with`) are made once for each list of requirements, never in this environment.
 """
@@ -23,8 +23,8 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from fsdp_tune.compare.stages import Observation, stages_until
-from fsdp_tune.compare.tool_trainers import PACKAGES
+from fsdp_tune.comparison.stages import Observation, stages_until
+from fsdp_tune.comparison.tool_trainers import PACKAGES
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import FsdpTuneError, failed_error, usage_error
@@ -181,8 +181,8 @@ def _run(command: Sequence[str]) -> None:
         raise failed_error("compare-environment", message, hint=hint)
 
 
-OBSERVE = ("-P", "-m", "fsdp_tune.compare.observe")
-TOOL_SIDE = ("-P", "-m", "fsdp_tune.compare.tool_side")
+OBSERVE = ("-P", "-m", "fsdp_tune.comparison.observe")
+TOOL_SIDE = ("-P", "-m", "fsdp_tune.comparison.tool_side")
 LENT = (
     *("accelerate", "annotated-types", "isal", "jinja2", "markupsafe", "ml_dtypes", "packaging", "peft", "psutil", "pydantic"),
     *("pydantic_core", "pyyaml", "typing-inspection", "typing_extensions", "xxhash"),
@@ -291,7 +291,7 @@ class ObservingChild:
 
 
 TOOLS = {"TRL": "trl", "axolotl": "axolotl"}
-"""Tools that compute their own side → their package. `compare/tool_trainers.py` has how."""
+"""Tools that compute their own side → their package. `comparison/tool_trainers.py` has how."""
 _NOT_SENT_TO_TRL = (
     *("env", "config", "trust_remote_code", "code_revision"),
     *("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "tf32", "local_rank", "ddp_backend"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.compare.environments import COMPLETE, python_with
+from fsdp_tune.comparison.environments import COMPLETE, python_with
 from fsdp_tune.core.errors import FsdpTuneError
 from tests.cli.conftest import Cli, cli, document  # noqa: F401  a fixture
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from fsdp_tune.compare import environments, tool_trainers
-from fsdp_tune.compare.environments import ObservingChild, ToolChild, python_with
-from fsdp_tune.compare.stages import Observation, stages_until
+from fsdp_tune.comparison import environments, tool_trainers
+from fsdp_tune.comparison.environments import ObservingChild, ToolChild, python_with
+from fsdp_tune.comparison.stages import Observation, stages_until
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.processes import JsonChild
 from fsdp_tune.core.user_cache import default_cache_directory
-from tests.compare import tool_files
-from tests.compare.tool_files import compared, files, first, here, keys, one_thread
+from tests.comparison import tool_files
+from tests.comparison.tool_files import compared, files, first, here, keys, one_thread
 
 __all__ = ["files", "one_thread"]
 

@@ -23,8 +23,8 @@ from fsdp_tune.jobs import inspection
 from fsdp_tune.jobs.validate import rehearse
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.recipe.read.loader import load_recipe
-from fsdp_tune.rehearse import lifecycle_checks
-from fsdp_tune.rehearse.lifecycle_checks import Rehearsal
+from fsdp_tune.rehearsal import lifecycle_checks
+from fsdp_tune.rehearsal.lifecycle_checks import Rehearsal
 from tests.cli.conftest import cli, document  # noqa: F401  a fixture
 
 CHECKS = [
@@ -43,7 +43,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     """A complete rehearsal of the embedded recipe; several tests inspect its files."""
     from fsdp_tune.core.devices import Machine
     from fsdp_tune.recipe.resolve import resolve
-    from fsdp_tune.rehearse.scale_down import ReadableInputs, scale_down_recipe
+    from fsdp_tune.rehearsal.scale_down import ReadableInputs, scale_down_recipe
 
     folder = tmp_path_factory.mktemp("rehearsal")
     recipe = resolve(load_recipe("gpt2_smoke").recipe, Machine(None, 0, 2, None), cwd=folder).recipe
@@ -156,7 +156,7 @@ def test_interrupted_rehearsal_ends_its_training(tmp_path: Path, monkeypatch: py
 def test_killed_rehearsal_ends_its_children(tmp_path: Path) -> None:
     """The child writes its pid and sleeps; the kernel kills it when its parent is killed."""
     child = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
-    parent = f"import sys; from fsdp_tune.rehearse.lifecycle_checks import run_child; run_child((sys.executable, '-c', {child!r}))"
+    parent = f"import sys; from fsdp_tune.rehearsal.lifecycle_checks import run_child; run_child((sys.executable, '-c', {child!r}))"
     rehearsal = subprocess.Popen([sys.executable, "-c", parent])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert rehearsal.poll() is None

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.rehearse.parity_checks import STEPS, _compared, make_comparable, switches
-from fsdp_tune.rehearse.scale_down import ScaledRecipe
+from fsdp_tune.rehearsal.parity_checks import STEPS, _compared, make_comparable, switches
+from fsdp_tune.rehearsal.scale_down import ScaledRecipe
 from fsdp_tune.run.directory import RunDir
 
 WRITTEN: dict[str, Any] = {

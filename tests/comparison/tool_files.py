@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import fsdp_tune
-from fsdp_tune.compare.stages import Observation
+from fsdp_tune.comparison.stages import Observation
 from fsdp_tune.jobs.options import CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -80,7 +80,7 @@ def one_thread(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def here(child: Any, recipe: Recipe, until: str, inputs: Path | None = None) -> Observation:
     """Compute a recipe in this process, in place of the child that does."""
-    from fsdp_tune.compare.observe import Side
+    from fsdp_tune.comparison.observe import Side
 
     request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "until": until, "inputs": inputs, **child.settings}
     return Side(request).observe()

@@ -7,7 +7,7 @@ fp32 (in float64 if the weights are), whatever the weights are stored in; AdamW 
 matrices only, and no bias of two dimensions; the gradient is clipped by its global norm; the learning rate warms up linearly and
 follows one of the schedules of `SCHEDULES`.
 
-    python -m fsdp_tune.rehearse.parity.plain_loop < {"run": RUN, "compute_dtype": "fp32", "skipped": []}
+    python -m fsdp_tune.rehearsal.parity.plain_loop < {"run": RUN, "compute_dtype": "fp32", "skipped": []}
 
 trains the recipe of a finished run, on its rows and from its initial weights, and prints losses, gradient norms, supervised tokens of each
 step and the eval loss as one JSON document.

@@ -1,11 +1,11 @@
 """Compute the stages of a comparison for recipes, in a process of its own, in this environment or in another one.
 
-    python -m fsdp_tune.compare.observe [LENT-3.11]
+    python -m fsdp_tune.comparison.observe [LENT-3.11]
 
 LENT-3.11 is a folder of packages for an interpreter of that version which lacks them (`jobs/compare.py`). A request is a line on stdin:
 {"recipe": a resolved recipe, "rows": 32, "until": "update", "model": "small", "folder": DIRECTORY, "defaults": false,
 "beside_tool": false}. Its answer is a line on stdout: an `Observation`. Requests are accepted until stdin ends. `beside_tool`: the other
-side is computed by another tool (`compare/tool_side.py`), so the model gets the rows in their order, without dropout, and the
+side is computed by another tool (`comparison/tool_side.py`), so the model gets the rows in their order, without dropout, and the
 file "inputs", if it is named, gets what the tool needs.
 
 One process on the CPU, without FSDP: NO_SHARD in place of the recipe's strategy, so that mixed precision is autocast. The model has the
@@ -37,10 +37,10 @@ if not hasattr(transformers, "PreTrainedConfig"):  # transformers 4 has the olde
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_tune.compare.chosen import chosen_parameters
-from fsdp_tune.compare.small_model import map_patterns, raw_config, with_default_sizes
-from fsdp_tune.compare.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
-from fsdp_tune.compare.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, dtype_text, is_drawn, settle_draws, summary
+from fsdp_tune.comparison.chosen import chosen_parameters
+from fsdp_tune.comparison.small_model import map_patterns, raw_config, with_default_sizes
+from fsdp_tune.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
+from fsdp_tune.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, dtype_text, is_drawn, settle_draws, summary
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.small_config import scale_down_config

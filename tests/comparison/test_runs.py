@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.compare.runs import ComparedLines, Limits, compare_evaluations, compare_lines
+from fsdp_tune.comparison.runs import ComparedLines, Limits, compare_evaluations, compare_lines
 
 
 def lines(losses: list[float], *, every: int = 1, **fields: Any) -> list[dict[str, Any]]:

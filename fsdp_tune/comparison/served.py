@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens, ScoredTokens, ScoreRequest
-from fsdp_tune.compare.openai_server import ServedAnswer, ServedPrompt
-from fsdp_tune.compare.stages import ComparedStage, StageDifference
+from fsdp_tune.comparison.openai_server import ServedAnswer, ServedPrompt
+from fsdp_tune.comparison.stages import ComparedStage, StageDifference
 from fsdp_tune.core.command import JsonAnswer
 
 TOLERANCE = 0.02

@@ -1,6 +1,6 @@
 """The checks of a rehearsal: train; kill a rank, resume and compare; merge; reload.
 
-Torch-free: the checks run `fsdp-tune` itself, as a user would, and the two scripts in `rehearse/parity/` that need torch, as child
+Torch-free: the checks run `fsdp-tune` itself, as a user would, and the two scripts in `rehearsal/parity/` that need torch, as child
 processes, and read the files that these write.
 """
 
@@ -53,8 +53,8 @@ def run_fsdp_tune(*arguments: str) -> ChildResult:
 
 
 def run_torch_script(module: str, request: dict[str, Any]) -> ChildResult:
-    """Run `python -m fsdp_tune.rehearse.parity.MODULE` with the request on its stdin."""
-    return run_child((sys.executable, "-P", "-m", f"fsdp_tune.rehearse.parity.{module}"), json.dumps(request))
+    """Run `python -m fsdp_tune.rehearsal.parity.MODULE` with the request on its stdin."""
+    return run_child((sys.executable, "-P", "-m", f"fsdp_tune.rehearsal.parity.{module}"), json.dumps(request))
 
 
 def run_child(argv: Sequence[str], text: str = "") -> ChildResult:

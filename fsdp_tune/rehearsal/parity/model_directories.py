@@ -1,10 +1,10 @@
 """Write the model directory that a rehearsal starts from, and load the merged one that it ends with.
 
-    python -m fsdp_tune.rehearse.parity.model_directories < {"config": {"model_type": …}, "folder": DIRECTORY}
+    python -m fsdp_tune.rehearsal.parity.model_directories < {"config": {"model_type": …}, "folder": DIRECTORY}
 
 writes a model with random weights, the base of an adapter, and prints {"folder": DIRECTORY}.
 
-    python -m fsdp_tune.rehearse.parity.model_directories < {"run": RUN, "step": N}
+    python -m fsdp_tune.rehearsal.parity.model_directories < {"run": RUN, "step": N}
 
 compares the merged directory, loaded with transformers alone, with the checkpoint, read with torch alone, and prints one JSON document. No
 code of the merge is used: torch.distributed.checkpoint reads the checkpoint's tensors.
@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
-from fsdp_tune.rehearse.parity.plain_loop import evaluate
+from fsdp_tune.rehearsal.parity.plain_loop import evaluate
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import SHARD_FOLDER, RunDir
 from fsdp_tune.run.metrics_file import read_metrics

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_tune.answer.examples import ReferenceTokens, ScoredTokens
-from fsdp_tune.compare.openai_server import ServedAnswer
-from fsdp_tune.compare.served import (
+from fsdp_tune.comparison.openai_server import ServedAnswer
+from fsdp_tune.comparison.served import (
     OF_ONE_TOKEN,
     Decode,
     Exchange,
@@ -25,7 +25,7 @@ from fsdp_tune.compare.served import (
     scale_of,
     shared_length,
 )
-from fsdp_tune.compare.stages import ComparedStage
+from fsdp_tune.comparison.stages import ComparedStage
 
 LEAST_TOKENS = 4
 """Fewer log-probabilities than this show no pattern."""
