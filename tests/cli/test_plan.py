@@ -78,7 +78,7 @@ def test_number_of_gpus_changes_the_batch_and_reports_it(recipe: str) -> None:
 
 def test_set_values_are_not_changed_for_the_number_of_gpus(recipe: str) -> None:
     (refused,) = errors(*words(recipe, *settings("training.global_batch_size=64"), gpus=3))
-    assert "does not divide" in refused["message"]
+    assert "is not divisible by" in refused["message"]
     assert "set twice: --num-gpus 3 and --set #1" in invoke(*words(recipe, *settings("launch.num_processes=4"), gpus=3)).output
 
 

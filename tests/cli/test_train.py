@@ -121,7 +121,7 @@ def test_missing_gpu_is_exit_2_with_a_hint(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("steps", ["10:13", "steps=0:3", "steps=5:4", "steps=a", ""])
+@pytest.mark.parametrize("steps", ["10:13", "steps=0:3", "steps=5:4", "steps=a"])
 def test_profile_without_steps_is_exit_2(steps: str) -> None:
     assert codes("--profile", steps) == ["profile-not-understood"]
 
@@ -196,7 +196,8 @@ def test_run_ends_with_a_merged_model_and_its_files(start: str, cli: Cli, tmp_pa
     short = smoke(device=device)
     done = cli("train", *short, *settings("training.report_to=[tensorboard]"), "--json", "--profile", "steps=3:4")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"first step [\d.]+ s after the start \(checking .*launching .*importing .*loading the model", done.stderr)
+    phases = r"checking .*launching .*importing .*loading the model" if start == "cold" else ".*launching .*loading the model"
+    assert re.search(rf"first step [\d.]+ s after the start \({phases}", done.stderr), "what takes no time is not named"
     assert re.search(r"step 6/6 .*\(data \d+%, communication \d+%, optimizer \d+%\)", done.stderr)
     assert re.search(r"forward +[\d.]+ ms", done.stderr)
     assert (tmp_path / "run" / "profile" / "steps-3-4" / "rank-0001.trace.json.gz").exists()

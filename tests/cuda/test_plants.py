@@ -59,8 +59,8 @@ def loss_on_the_cpu() -> Iterator[None]:
 
     original = step.micro_batch_loss
 
-    def micro_batch_loss(*arguments: Any) -> Any:
-        loss, auxiliary = original(*arguments)
+    def micro_batch_loss(*arguments: Any, **options: Any) -> Any:
+        loss, auxiliary = original(*arguments, **options)
         return (loss * torch.ones(2)).mean(), auxiliary
 
     with patch.object(step, "micro_batch_loss", micro_batch_loss):

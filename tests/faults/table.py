@@ -457,7 +457,7 @@ SURROUNDINGS = (
          "run/test_directory_lock::temporary_directory_is_kept_on_demand_and_then_not_swept"),
     _row("F137", "p", 11, REFUSED, "a cache directory that cannot be used, a user without home", "jobs/test_recipes::unusable_cache_directory_is_reported_first",
          "jobs/test_recipes::user_without_home_directory_is_told_to_name_a_cache"),
-    _row("F138", "p", 9, SURVIVED, "a container with less CPU time than the machine has cores", "core/test_devices::cores_are_limited_by_the_cpu_time_of_a_container"),
+    _row("F138", "p", 9, SURVIVED, "a container with less CPU time than the machine has cores", "core/test_cgroups::odd_paths_and_files"),
     _row("F139", "p", 11, SURVIVED, "a full directory for temporary files", "launch/test_supervisor_early::full_temporary_directory_means_no_early_start"),
     _row("F140", "p", 11, REFUSED, "another run on the port of the recipe", "launch/test_accelerate::used_port_is_refused_before_launch"),
     _row("F141", "r", 4, SURVIVED, "a rank killed while the ranks generate samples",

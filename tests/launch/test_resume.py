@@ -410,7 +410,7 @@ def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_me
     write_run(fresh, files_of(fresh, recipe, start, text="# second\n" + BASE))
     assert (fresh.history / "001" / "recipe.yaml").read_text() == BASE
     assert fresh.recipe_yaml.read_text().startswith("# second")
-    request = {"version": 1, "resume_from": str(path), "digests_checked": True, "from_run": [], "ends_at": None}
+    request = {"version": 1, "resume_from": str(path), "digests_checked": True, "from_run": [], "ends_at": None, "saves": True}
     assert read_object(fresh.path / "resume.json") == request
     *_, last, line = fresh.metrics_jsonl.read_text().splitlines()
     event = json.loads(line)

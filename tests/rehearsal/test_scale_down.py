@@ -189,6 +189,7 @@ def test_mapped_layer_patterns_are_listed(tmp_path: Path) -> None:
 
 def test_every_changed_key_of_training_and_overlong_is_listed(tmp_path: Path) -> None:
     training = {"per_device_eval_batch_size": 16, "early_stopping": {"patience": 3}, "load_best_model_at_end": True, "save_total_limit": 3}
+    training |= {"report_to": ["tensorboard"]}
     data = {"train": [{"path": "builtin:arithmetic"}], "eval": {"rows": 64}, "max_length": 512, "overlong": "drop"}
     small = shrunk(resolved({"training": training, "data": data}), tmp_path)
     listed = {line.partition(":")[0] for line in small.changes}

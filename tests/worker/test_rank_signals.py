@@ -66,7 +66,8 @@ def test_run_saves_before_max_runtime(
     monkeypatch.setattr(stop_request, "time", clock)
     checkpointer = SimpleNamespace(poll=lambda: None, longest_seconds=0.0)
     metrics = SimpleNamespace(failure=None, event=lambda *_, **__: None)
-    callback = RunCallback(RunDir(Path()), StopRequest(max_runtime_seconds), lambda _: None, Witness("off", lambda _: None), is_first=False)
+    witness = Witness("off", lambda _: None)
+    callback = RunCallback(RunDir(Path()), StopRequest(max_runtime_seconds), lambda _: None, witness, is_first=False, saves=True)
     monkeypatch.setattr(callback, "_vote", Vote())
     callback.trainer = SimpleNamespace(checkpointer=checkpointer, parts=SimpleNamespace(metrics=metrics, evals={}))  # type: ignore[assignment]
     control: Any = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
