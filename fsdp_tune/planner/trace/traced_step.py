@@ -225,8 +225,8 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
     scale = FAKE_FP16_SCALE if recipe.precision.mixed_precision == "fp16" else None
     weight = auxiliary_loss_weight(loaded.model)
     with no_sync:
-        options = {"auxiliary": weight, "loss_scale": scale, **loss_options(recipe)}
-        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, **options)
+        options = loss_options(recipe)
+        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, **options)
     del loss, loss_sum, batch
     fake_gpu.forget_weights()
     recorder.place.layer, recorder.place.module, recorder.place.in_head = -1, "", False
