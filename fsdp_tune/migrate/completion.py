@@ -39,6 +39,9 @@ MICRO: Path = ("training", "per_device_train_batch_size")
 ACCUMULATION: Path = ("training", "gradient_accumulation_steps")
 GLOBAL: Path = ("training", "global_batch_size")
 RANKS: Path = ("launch", "num_processes")
+MACHINES: Path = ("launch", "num_machines")
+GPUS_OF_A_MACHINE = 8
+"""Few machines have more."""
 MODEL_PLACEHOLDER, DATA_PLACEHOLDER = "MODEL", "NAME"
 
 _TRAINER: dict[str, Any] = {"training.learning_rate": 5e-5, "training.per_device_train_batch_size": 8}
@@ -387,7 +390,7 @@ def _is_unquantised(ledger: Ledger) -> bool:
 
 def _settle_ranks(ledger: Ledger) -> None:
     """Launchers count the ranks of one machine; a recipe those of all."""
-    machines = ledger.get("launch", "num_machines")
+    machines = ledger.get(*MACHINES)
     for path in ((LAUNCHER, "nproc_per_node"), (ENVIRONMENT, "NPROC_PER_NODE"), ("nproc_per_node",)):
         local = ledger.value(*path)
         if not isinstance(local, int) or isinstance(local, bool):
@@ -408,6 +411,11 @@ def _settle_batch(ledger: Ledger, num_gpus: int | None) -> None:
     elif num_gpus is not None:
         ranks = num_gpus
         ledger.set(RANKS, ranks, f"--num-gpus {num_gpus}", Weight.GIVEN)
+        if num_gpus > GPUS_OF_A_MACHINE and ledger.get(*MACHINES) is None:
+            words = (
+                f"{num_gpus} GPUs are more than most machines have: {math.ceil(num_gpus / GPUS_OF_A_MACHINE)} with {GPUS_OF_A_MACHINE} each"
+            )
+            ledger.decide(MACHINES, words)
     if ledger.is_answered(GLOBAL) and ledger.get(*GLOBAL) is not None:  # the file's accumulation would fix the number of ranks
         ledger.discard(ACCUMULATION, "follows from `training.global_batch_size`, which `--set` decides")
     if ledger.get(*GLOBAL) is not None or ledger.is_answered(GLOBAL):

@@ -296,6 +296,14 @@ def test_number_of_gpus_gives_the_global_batch(tmp_path: Path) -> None:
     assert "num_processes: 4  # --num-gpus 4\n" in with_gpus.text
 
 
+@pytest.mark.parametrize(("num_gpus", "overrides", "asks"), [(8, [], False), (16, [], True), (16, ["launch.num_machines=2"], False)])
+def test_more_gpus_than_a_machine_has_ask_for_the_machines(num_gpus: int, overrides: list[str], asks: bool, tmp_path: Path) -> None:
+    """Else the recipe starts 16 ranks on one machine of 8 GPUs."""
+    found = imported(tmp_path, "axolotl", num_gpus=num_gpus, overrides=overrides)
+    assert ("launch.num_machines" in dict(found.decisions)) == asks
+    assert values(found)["launch.num_machines"] == (2 if overrides else 1)
+
+
 def test_keys_of_adapters_have_no_effect_without_one(tmp_path: Path) -> None:
     result = from_text(tmp_path, AXOLOTL.replace("adapter: qlora", "adapter:"))
     found = values(result)
