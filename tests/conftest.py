@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         build.start()  # all tests will run, and otherwise both processes would wait for it
 
 
+@pytest.hookimpl(optionalhook=True)  # of a plugin that `scripts/test-gpu` may lack
 def pytest_xdist_auto_num_workers() -> int:
     """Three processes for two cores: tests wait for processes, files and time limits. Eight at most: the ranks have one server."""
     return min(8, max(3, available_cores()))

@@ -39,7 +39,7 @@ Points = npt.NDArray[np.float64]
 def html_page(plan: Plan) -> str:
     """Return a complete document. Every name from a recipe, a model or a file is escaped."""
     title = f"{plan.recipe} on {plan.num_processes} × {plan.gpu}"
-    parts = [_verdict(plan), _timeline(plan), _components(plan), _ranking(plan), _scaling(plan.scaling), _footer(plan)]
+    parts = [_verdict(plan), _timeline(plan), _components(plan), _measured(plan), _ranking(plan), _scaling(plan.scaling), _footer(plan)]
     return html_document(title, parts)
 
 
@@ -268,8 +268,11 @@ def show_ranking(screen: Terminal, plan: Plan) -> None:
     _show_other_trainings(screen, plan)
 
 
-def show_measured(screen: Terminal, plan: Plan) -> None:
-    rows = [
+_MEASURED_HEAD = ("changes to your recipe", "", "s/step (planned)", "tokens/s/device", "GiB reserved (planned)")
+
+
+def _measured_rows(plan: Plan) -> list[tuple[str, ...]]:
+    return [
         (
             describe_changes(each.recipe_changes) or "→",
             each.outcome,
@@ -279,8 +282,17 @@ def show_measured(screen: Terminal, plan: Plan) -> None:
         )
         for each in plan.measured
     ]
-    head = ["changes to your recipe", "", "s/step (planned)", "tokens/s/device", "GiB reserved (planned)"]
-    screen.table("measured on this machine", head, rows)
+
+
+def _measured(plan: Plan) -> str:
+    if not plan.measured:
+        return ""
+    rows = [tuple(escape(cell) for cell in row) for row in _measured_rows(plan)]
+    return f"<h2>Measured on this machine</h2>{html_table(_MEASURED_HEAD, rows)}"
+
+
+def show_measured(screen: Terminal, plan: Plan) -> None:
+    screen.table("measured on this machine", list(_MEASURED_HEAD), _measured_rows(plan))
     for each in plan.measured:
         if each.problem is not None:
             screen.message(f"{describe_changes(each.recipe_changes) or 'your recipe'}: {each.outcome}: {each.problem}")

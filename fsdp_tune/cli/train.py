@@ -135,17 +135,17 @@ def _measured(screen: Screen, recipe: NamedRecipe, options: PlanOptions, measuri
         "--calibrate": options.calibrate,
         "--dollars-per-hour": options.dollars_per_hour,
         "--no-search": None if options.search else True,
+        "--target": options.target if options.target != "fastest" else None,
     }
     if given_too := [flag for flag, value in elsewhere.items() if value is not None]:
         raise usage_error(
-            "usage", f"`--measure` ranks and trains on this machine: leave out {enumerated([f'`{flag}`' for flag in given_too], 'and')}"
+            "usage", f"`--measure` ranks by the speed on this machine: leave out {enumerated([f'`{flag}`' for flag in given_too], 'and')}"
         )
     return fsdp_tune.measure(
         recipe.load(allowed=options.allowed),
         count=count,
         steps=measuring.measure_steps,
         minutes=measuring.minutes,
-        target=options.target,
         exact=options.exact,
         write=options.write,
         allowed=options.allowed,

@@ -21,8 +21,13 @@ _START = "Traceback (most recent call last):\n"
 _FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+), in (\S+)$', re.MULTILINE)
 _RAISED = re.compile(r"^\S*?([A-Za-z_][\w.]*): ?(?!\s*File)", re.MULTILINE)
 _LIBRARY = re.compile(r"(?:site|dist)-packages/([^/]+)/")
-_NO_REFUSALS = frozenset({"ImportError", "ModuleNotFoundError", "OSError", "FileNotFoundError", "PermissionError", "MemoryError"})
-"""What they report is missing: a library, a file, memory."""
+_NO_REFUSALS = frozenset(
+    {
+        *("ImportError", "ModuleNotFoundError", "OSError", "FileNotFoundError", "PermissionError", "MemoryError", "OutOfMemoryError"),
+        *("ChildFailedError", "SignalException"),
+    }
+)
+"""What they report is missing (a library, a file, memory), or is the end of another process."""
 
 BOOLEANS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Variables that Hugging Face's libraries take as 0 unless they know the word."""
@@ -40,8 +45,16 @@ class _Traceback:
 
     @property
     def library(self) -> str | None:
-        """The library that was being imported; None: the exception was not raised by an import."""
-        imported = [match[1] for file, _, function in self.frames if function == "<module>" and (match := _LIBRARY.search(file))]
+        """The library that was being imported; None: the exception was not raised by an import.
+
+        The module that `python -m` runs is no import: its frame is called by `runpy`, and is below everything that the program does.
+        """
+        callers = ["", *(function for _, _, function in self.frames)]
+        imported = [
+            match[1]
+            for caller, (file, _, function) in zip(callers, self.frames, strict=False)
+            if function == "<module>" and caller != "_run_code" and (match := _LIBRARY.search(file))
+        ]
         return imported[-1] if imported else None
 
 

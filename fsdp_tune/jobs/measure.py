@@ -8,18 +8,19 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import check_output_file, write_file
-from fsdp_tune.core.command import Target
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, failed_error, usage_error
 from fsdp_tune.core.gpus import CPU
-from fsdp_tune.jobs.observer import Observer, session
+from fsdp_tune.core.units import format_figure, parse_seconds
+from fsdp_tune.jobs.observer import Observer, TrainResult, session
 from fsdp_tune.jobs.options import Allowed, TrainOptions
-from fsdp_tune.jobs.plan import PlanSession, decisions, planned_here, recipe_body, recipe_text
+from fsdp_tune.jobs.plan import PlannedHere, PlanSession, decisions, planned_here, recipe_body, recipe_text
 from fsdp_tune.jobs.train import train
+from fsdp_tune.planner.predict.calibration import Measured
 from fsdp_tune.planner.predict.predict import MeasuredPlan, Plan
 from fsdp_tune.planner.search.candidates import PlannedRecipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
@@ -28,8 +29,13 @@ from fsdp_tune.run.metrics_file import read_metrics
 
 UNCOUNTED_STEPS = 2
 """The first step compiles and allocates, and the second is the first beside a complete optimizer state."""
+FULL_ROWS = 0.9
+"""A plan is of rows of `data.max_length`. A run that computes fewer tokens than this share of them calibrates nothing."""
+_LEAST_HANG_SECONDS = 60
 _TRAINING: dict[str, Any] = {
     "eval_strategy": "no",
+    "eval_on_start": False,
+    "save_strategy": "no",
     "load_best_model_at_end": False,
     "early_stopping": None,
     "sample": None,
@@ -49,7 +55,6 @@ def measure(
     count: int = 3,
     steps: int = 5,
     minutes: float | None = None,
-    target: Target | None = None,
     exact: bool = False,
     write: Path | None = None,
     allowed: Allowed = Allowed(),
@@ -57,59 +62,62 @@ def measure(
 ) -> Plan:
     """Rank recipes as `plan` does, train the best `count` and the requested one for a few steps on this machine, and rank what ran.
 
-    `steps` are counted after the first two. No measurement begins that would end after `minutes`. The figures of the fastest one
-    calibrate later plans of this GPU. `write` is a file for it. Call it where `train` may be called. Raises: FsdpTuneError.
+    `steps` are counted after the first two. No measurement begins that would end after `minutes`. Full rows on a GPU calibrate its later
+    plans. `write` is a file for the fastest. Call it where `train` may be called. Raises: FsdpTuneError, also if nothing was measured.
     """
     with session(recipe):
         if write is not None:
             check_output_file(write)
-        planned = planned_here(recipe, None, None, allowed, observer)
-        if planned.recipe.launch.num_machines > 1:
-            message = f"`--measure` trains on this machine alone, and the recipe has {planned.recipe.launch.num_machines}"
-            raise usage_error("measured-on-one-machine", message, hint="--set launch.num_machines=1, with the ranks of this machine")
-        with PlanSession(planned.recipe, planned.hardware, exact=exact) as plans:
-            decided = plans.decide()
-            observer.notices(decided.notices)
-            made = replace(plans.plan(), decided=planned.forced | decisions(decided))
-            observer.planned(made, "recipe")
-            with observer.progress("trying recipes", None, "recipes") as bar:
-                found = plans.search(target or "fastest", lambda _changes: bar.advance())
-        chosen = best_first(found.ranked, count)
-        if not chosen:
-            raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to measure")
-        written = [parse_recipe(recipe_body(plans.recipe, planned.written, each), recipe.path) for each in chosen]
+        planned = _planned(recipe, allowed, observer)
         with _folder(Path(str(planned.recipe.output_dir))) as folder:
-            trials = [
-                Trial(each, loaded, folder / str(number)) for number, (each, loaded) in enumerate(zip(chosen, written, strict=True), 1)
-            ]
-            measured = _in_turn(trials, Measuring(steps, minutes, allowed, observer))
+            with PlanSession(planned.recipe, planned.hardware, exact=exact) as plans:
+                decided = plans.decide()
+                observer.notices(decided.notices)
+                made = replace(plans.plan(), decided=planned.forced | decisions(decided))
+                observer.planned(made, "recipe")
+                with observer.progress("trying recipes", None, "recipes") as bar:
+                    found = plans.search("fastest", lambda _changes: bar.advance())
+            chosen = best_first(found.ranked, count)
+            if not chosen:
+                raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to measure")
+            measuring = _Measuring(steps, minutes, allowed, observer)
+            for number, each in enumerate(chosen, 1):
+                loaded = parse_recipe(recipe_body(plans.recipe, planned.written, each), recipe.path)
+                measuring.trials.append(Trial(each, loaded, folder / str(number)))
+            stop = measuring.run()
             made = replace(made, alternatives=tuple(each.plan for each in found.ranked), best_because=found.because)
-            made = replace(made, measured=tuple(each for _, each in measured))
+            made = replace(made, measured=tuple(each.figures for each in measuring.fastest_first()))
             observer.planned(made, "measured")
-            fastest, figures = measured[0]
-            if figures.step_seconds is None:
-                return made
-            with PlanSession(plans.recipe, planned.hardware, exact=exact) as plans:
-                if planned.hardware.name != CPU:
-                    observer.message(plans.calibrate(fastest.folder))
-                if write is not None:
-                    write_file(write, recipe_text(plans, write, planned.written, fastest.planned, _why(made, figures)))
-                    observer.message(f"the fastest recipe is {write}")
+            fastest = measuring.fastest_first()[0]
+            if fastest.figures.step_seconds is not None:
+                with PlanSession(plans.recipe, planned.hardware, exact=exact) as plans:
+                    if write is not None:
+                        write_file(write, recipe_text(plans, write, planned.written, fastest.planned, _why(made, fastest.figures)))
+                        observer.message(f"the fastest recipe is {write}")
+                    _calibrate(plans, fastest, observer)
+        if stop is not None:
+            raise stop
+        if fastest.figures.step_seconds is None:
+            message = f"none of {len(chosen)} recipes was measured; the first: {fastest.figures.problem}"
+            raise failed_error("nothing-measured", message, hint="`fsdp-tune train` on this machine shows the complete error")
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Measuring:
-    """What is measured of each recipe."""
+def _planned(recipe: LoadedRecipe, allowed: Allowed, observer: Observer) -> PlannedHere:
+    try:
+        planned = planned_here(recipe, None, None, allowed, observer)
+    except FsdpTuneError as error:
+        if [problem.code for problem in error.problems] == ["no-gpu-named"]:
+            hint = "--set launch.device=cpu, or name a GPU by `--gpu` and leave out `--measure`"
+            raise usage_error("no-gpu-to-measure", error.problems[0].message, hint=hint) from error
+        raise
+    if planned.recipe.launch.num_machines > 1:
+        message = f"`--measure` trains on this machine alone, and the recipe has {planned.recipe.launch.num_machines}"
+        raise usage_error("measured-on-one-machine", message, hint="--set launch.num_machines=1, with the ranks of this machine")
+    return planned
 
-    steps: int
-    minutes: float | None
-    """None: without a limit."""
-    allowed: Allowed
-    observer: Observer
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Trial:
     """A recipe to measure."""
 
@@ -118,6 +126,18 @@ class Trial:
     """The same recipe as a user would write it."""
     folder: Path
     """Its run directory."""
+    figures: MeasuredPlan = field(init=False)
+    trained: Recipe | None = None
+    """As it was trained; None if it was not."""
+
+    def __post_init__(self) -> None:
+        self.ended("not started", None)
+
+    def ended(self, outcome: str, problem: str | None) -> None:
+        plan = self.planned.plan
+        self.figures = MeasuredPlan(
+            plan.recipe_changes, plan.batch, outcome, problem, plan.tokens_per_step, plan.step_seconds, plan.peak_reserved_gib
+        )
 
 
 def best_first(ranked: Sequence[PlannedRecipe], count: int) -> list[PlannedRecipe]:
@@ -125,6 +145,107 @@ def best_first(ranked: Sequence[PlannedRecipe], count: int) -> list[PlannedRecip
     found = [each for each in ranked if each.plan.fits != "no"]
     best = found[:count]
     return best + [each for each in found[count:] if not each.plan.recipe_changes]
+
+
+@dataclass(slots=True)
+class _Measuring:
+    steps: int
+    minutes: float | None
+    """None: without a limit."""
+    allowed: Allowed
+    observer: Observer
+    trials: list[Trial] = field(default_factory=list[Trial])
+
+    def run(self) -> FsdpTuneError | None:
+        """Train each recipe for a few steps. Return the error of a signal that asks to stop; the other trials are then not started."""
+        began, longest = time.monotonic(), 0.0
+        for number, trial in enumerate(self.trials, 1):
+            start, plan = time.monotonic(), trial.planned.plan
+            if self.minutes is not None and number > 1 and start - began + longest > 60 * self.minutes:
+                trial.ended("not started", f"it would have ended after {self.minutes:g} minutes")
+                continue
+            changes = ", ".join(f"{key}: {value}" for key, value in plan.recipe_changes.items()) or "the requested recipe"
+            self.observer.message(f"measuring {number} of {len(self.trials)}: {changes}")
+            try:
+                self._train(trial)
+            except FsdpTuneError as stop:
+                return stop
+            seconds = trial.figures.step_seconds
+            said = trial.figures.problem if seconds is None else f"{format_figure(seconds)} s a step"
+            self.observer.message(f"{trial.figures.outcome}: {said}")
+            longest = max(longest, time.monotonic() - start)
+        return None
+
+    def fastest_first(self) -> list[Trial]:
+        """Return the trials by their tokens a second over all devices, and last what was not measured."""
+        return sorted(self.trials, key=lambda trial: (trial.figures.step_seconds is None, -trial.figures.tokens_per_second))
+
+    def _train(self, trial: Trial) -> None:
+        """Raises: FsdpTuneError if a signal asks to stop."""
+        loaded = replace(trial.loaded, recipe=self._of_trial(trial))
+        try:
+            result = train(loaded, TrainOptions(ignore_plan=True, allowed=self.allowed, saves=False))
+        except FsdpTuneError as error:
+            if error.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
+                raise
+            trial.ended("out of memory" if error.exit_code is ExitCode.OUT_OF_MEMORY else "failed", error.problems[0].message)
+            return
+        if result.exit_reason is not ExitReason.FINISHED:
+            problem = Problem("stopped-measuring", "stopped while a recipe was measured")
+            raise FsdpTuneError(problem, exit_code=EXIT_CODE_OF_REASON[result.exit_reason])
+        _read(trial, result)
+
+    def _of_trial(self, trial: Trial) -> Recipe:
+        """Return the recipe with the same steps, a few of them, and nothing between and after them."""
+        recipe = trial.loaded.recipe
+        launch: dict[str, Any] = {"max_restarts": 0}
+        if self.minutes is not None:
+            hang_seconds = min(parse_seconds(recipe.launch.hang_timeout), max(_LEAST_HANG_SECONDS, round(60 * self.minutes)))
+            launch["hang_timeout"] = f"{hang_seconds}s"
+        return recipe.model_copy(
+            update={
+                "output_dir": str(trial.folder),
+                "training": recipe.training.model_copy(update=_TRAINING | {"max_steps": self.steps + UNCOUNTED_STEPS}),
+                "checkpoint": recipe.checkpoint.model_copy(update={"probe": False, "mirror": None}),
+                "merge": recipe.merge.model_copy(update={"at_end": False}),
+                "launch": recipe.launch.model_copy(update=launch),
+            }
+        )
+
+
+def _read(trial: Trial, result: TrainResult) -> None:
+    """Take the figures of a finished run from its metrics."""
+    lines = [line for line in read_metrics(result.run) if "loss" in line and line.get("step_seconds")][UNCOUNTED_STEPS:]
+    if not lines:
+        trial.ended("failed", "the run has no line of a counted step")
+        return
+    trial.ended("measured", None)
+    trial.trained = result.recipe
+    peaks = [line["peak_reserved_gib"] for line in lines if line.get("peak_reserved_gib") is not None]
+    trial.figures = replace(
+        trial.figures,
+        step_seconds=statistics.median(line["step_seconds"] for line in lines),
+        tokens_per_second_per_device=statistics.median(line["tokens_per_second_per_device"] for line in lines),
+        num_processes=trial.planned.plan.num_processes,
+        peak_reserved_gib=max(peaks, default=None),
+    )
+
+
+def _calibrate(plans: PlanSession, fastest: Trial, observer: Observer) -> None:
+    """Learn the speed of this GPU from a recipe that computed full rows."""
+    figures, recipe = fastest.figures, fastest.trained
+    if plans.hardware.name == CPU or recipe is None or figures.step_seconds is None:
+        return
+    share = figures.tokens_per_second * figures.step_seconds / figures.tokens_per_step
+    if share < FULL_ROWS:
+        observer.message(f"plans are not calibrated: a step computed {share:.0%} of the tokens of full rows")
+        return
+    try:
+        factor = plans.learn(Measured(recipe, figures.step_seconds, UNCOUNTED_STEPS + 1))
+    except FsdpTuneError as error:
+        observer.message(f"plans are not calibrated: {error.problems[0].message}")
+        return
+    observer.message(f"{plans.hardware.name} took {factor:.2f} of the predicted time; kept for later plans")
 
 
 def _why(made: Plan, figures: MeasuredPlan) -> list[str]:
@@ -136,71 +257,15 @@ def _why(made: Plan, figures: MeasuredPlan) -> list[str]:
     ]
 
 
-def _in_turn(trials: Sequence[Trial], measuring: Measuring) -> list[tuple[Trial, MeasuredPlan]]:
-    """Train each recipe for a few steps. Return the fastest first, and last what failed or did not start."""
-    began, longest = time.monotonic(), 0.0
-    done: list[tuple[Trial, MeasuredPlan]] = []
-    for number, trial in enumerate(trials, 1):
-        start, plan = time.monotonic(), trial.planned.plan
-        if measuring.minutes is not None and done and start - began + longest > 60 * measuring.minutes:
-            done.append((trial, _unmeasured(plan, "not started", f"it would have ended after {measuring.minutes:g} minutes")))
-            continue
-        changes = ", ".join(f"{key}: {value}" for key, value in plan.recipe_changes.items()) or "the requested recipe"
-        measuring.observer.message(f"measuring {number} of {len(trials)}: {changes}")
-        done.append((trial, _measured(trial, measuring)))
-        longest = max(longest, time.monotonic() - start)
-    return sorted(done, key=lambda each: (each[1].step_seconds is None, each[1].seconds_per_token or 0.0))
-
-
-def _measured(trial: Trial, measuring: Measuring) -> MeasuredPlan:
-    """Raises: FsdpTuneError if a signal asks to stop."""
-    plan = trial.planned.plan
-    loaded = replace(trial.loaded, recipe=_of_trial(trial.loaded.recipe, trial.folder, measuring.steps + UNCOUNTED_STEPS))
-    try:
-        result = train(loaded, TrainOptions(ignore_plan=True, allowed=measuring.allowed, saves=False))
-    except FsdpTuneError as error:
-        if error.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
-            raise
-        outcome = "out of memory" if error.exit_code is ExitCode.OUT_OF_MEMORY else "failed"
-        return _unmeasured(plan, outcome, error.problems[0].message)
-    if result.exit_reason is not ExitReason.FINISHED:
-        problem = Problem("stopped-measuring", "stopped while a recipe was measured")
-        raise FsdpTuneError(problem, exit_code=EXIT_CODE_OF_REASON[result.exit_reason])
-    lines = [line for line in read_metrics(result.run) if "loss" in line and line.get("step_seconds")][UNCOUNTED_STEPS:]
-    if not lines:
-        return _unmeasured(plan, "failed", "the run has no line of a counted step")
-    seconds = statistics.median(line["step_seconds"] for line in lines)
-    peaks = [line["peak_reserved_gib"] for line in lines if line.get("peak_reserved_gib") is not None]
-    return replace(
-        _unmeasured(plan, "measured", None),
-        step_seconds=seconds,
-        tokens_per_second_per_device=plan.tokens_per_step / seconds / plan.num_processes,
-        peak_reserved_gib=max(peaks, default=None),
-    )
-
-
-def _unmeasured(plan: Plan, outcome: str, problem: str | None) -> MeasuredPlan:
-    return MeasuredPlan(plan.recipe_changes, plan.batch, outcome, problem, plan.tokens_per_step, plan.step_seconds, plan.peak_reserved_gib)
-
-
-def _of_trial(recipe: Recipe, folder: Path, steps: int) -> Recipe:
-    """Return the recipe with the same steps, a few of them, and nothing between and after them."""
-    training = recipe.training.model_copy(update=_TRAINING | {"max_steps": steps})
-    return recipe.model_copy(
-        update={
-            "output_dir": str(folder),
-            "training": training,
-            "checkpoint": recipe.checkpoint.model_copy(update={"probe": False, "mirror": None}),
-            "merge": recipe.merge.model_copy(update={"at_end": False}),
-        }
-    )
-
-
 @contextmanager
 def _folder(output: Path) -> Iterator[Path]:
-    """Yield a folder for runs on the disk of the recipe's own, and remove it at the end."""
-    parent = next(folder for folder in output.absolute().parents if folder.is_dir())
-    folder = Path(tempfile.mkdtemp(prefix=".fsdp-tune-measure-", dir=parent))
+    """Yield a folder for runs on the disk of the recipe's own, and remove it at the end. Raises: usage error if it cannot be made."""
+    parent = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.is_dir())
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".fsdp-tune-measure-", dir=parent))
+    except OSError as error:
+        message = f"{parent} cannot be written ({error.strerror}), and the measured runs belong there"
+        raise usage_error("output-not-writable", message, hint="--set output_dir=… names another directory") from error
     try:
         yield folder
     finally:

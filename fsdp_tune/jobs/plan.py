@@ -27,7 +27,7 @@ from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.planner import tracing as traces
-from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
+from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.memory import disk
 from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware
 from fsdp_tune.planner.predict.predict import plan as predict
@@ -189,9 +189,14 @@ class PlanSession:
     def calibrate(self, run: Path) -> str:
         """Learn this GPU's speed from a run and use it here and in later plans. Return a line that reports it."""
         measured = read_run(run, self.hardware)
+        factor = self.learn(measured)
+        return f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of {run}; kept for later plans"
+
+    def learn(self, measured: Measured) -> float:
+        """Learn this GPU's speed, use it here and in later plans, and return measured ÷ predicted time."""
         with replace(self, recipe=measured.recipe, efficiency=None, _trace=None) as own:
             self.efficiency, factor = learn(_cache_of(self.recipe), self.hardware, measured, own.trace())
-        return f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of {run}; kept for later plans"
+        return factor
 
 
 # ---- The plan of a run on this machine. Nothing is predicted on a CPU, or for a GPU that is not in the table.

@@ -123,6 +123,7 @@ class RunCallback(AttachedCallback):
         """Cancel the requests of a stopped or finished run: the Trainer also calls this when it leaves an epoch early."""
         if control.should_training_stop or state.global_step >= state.max_steps:
             control.should_log = control.should_evaluate = control.should_save = False
+        control.should_save = control.should_save and self._saves
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         now = time.monotonic()

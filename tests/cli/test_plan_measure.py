@@ -21,6 +21,8 @@ from tests.cli.fake_tracing import FakeTracing, replaced_tracing  # noqa: F401  
 from tests.cli.in_process import answer, errors, invoke, settings
 from tests.pages.written import training_line, written
 
+TOKENS = 600
+"""Of a step, fewer than full rows have."""
 UNCOUNTED = [training_line(1, 1.0, step_seconds=90.0), training_line(2, 1.0, step_seconds=80.0)]
 
 
@@ -58,7 +60,11 @@ def train_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ends], list[Recipe]]:
             if isinstance(end, Exception):
                 raise end
             seconds = end if isinstance(end, float) else 1.0
-            lines = [*UNCOUNTED, *(training_line(step, 1.0, step_seconds=seconds * step / 5) for step in (3, 4, 5, 6, 7))]
+            counted = [
+                training_line(step, 1.0, step_seconds=seconds * step / 5, tokens_per_second_per_device=TOKENS / (seconds * step / 5))
+                for step in (3, 4, 5, 6, 7)
+            ]
+            lines = [*UNCOUNTED, *counted]
             run = written(Path(str(loaded.recipe.output_dir)), lines)
             return TrainResult(run, loaded.recipe, end if isinstance(end, ExitReason) else ExitReason.FINISHED)
 
@@ -83,7 +89,7 @@ def test_fastest_of_the_best_is_first_and_written_and_no_run_is_left(recipe: str
     assert any(each["recipe_changes"] == {} for each in measured), "the requested recipe is measured too"
     fastest = min(map(micro_batch, trained))
     assert measured[0]["step_seconds"] == fastest, "the median of the steps after the first two"
-    assert measured[0]["tokens_per_second_per_device"] == pytest.approx(measured[0]["tokens_per_step"] / fastest)
+    assert measured[0]["tokens_per_second_per_device"] == pytest.approx(TOKENS / fastest), "those that were computed"
     text = best.read_text()
     assert "# Measured: " in text
     assert yaml.safe_load(text)["training"]["per_device_train_batch_size"] == fastest
@@ -125,13 +131,42 @@ def test_signal_ends_the_measurement_with_its_exit_code(recipe: str, train_as: A
     trained = train_as(lambda _: ExitReason.INTERRUPTED)
     assert invoke("plan", recipe, "--measure", "3").exit_code == ExitCode.INTERRUPTED
     assert len(trained) == 1
-    assert not list(tmp_path.glob(".fsdp-tune-measure-*"))
+    assert not list(tmp_path.glob("**/.fsdp-tune-measure-*"))
+
+
+def test_what_was_measured_before_a_signal_is_shown_and_written(recipe: str, train_as: Any, tmp_path: Path) -> None:
+    ends = iter([2.0, ExitReason.PREEMPTED])
+    train_as(lambda _: next(ends))
+    done = invoke("plan", recipe, "--measure", "3", "--write", tmp_path / "best.yaml")
+    assert done.exit_code == ExitCode.PREEMPTED
+    assert "measured: 2 s a step" in done.output
+    assert (tmp_path / "best.yaml").is_file()
+
+
+def test_nothing_measured_is_an_error_with_the_first_reason(recipe: str, train_as: Any, tmp_path: Path) -> None:
+    """Else a script would go on with an older file of that name."""
+    train_as(lambda _: failed_error("broken", "it broke"))
+    done = invoke("plan", recipe, "--measure", "2", "--write", tmp_path / "best.yaml")
+    assert done.exit_code == ExitCode.FAILED
+    assert "error: none of 2 recipes was measured; the first: it broke" in done.output
+    assert not (tmp_path / "best.yaml").exists()
+
+
+def test_trial_saves_evaluates_and_restarts_nothing(recipe: str, train_as: Any) -> None:
+    trained = train_as(lambda _: 1.0)
+    keys = ("save_strategy=epoch", "eval_on_start=true", "eval_strategy=epoch", "sample={every: 2, prompts: [a]}")
+    words = [word for key in keys for word in ("--set", f"training.{key}")]
+    answer("plan", recipe, "--measure", "1", "--minutes", "5", "--set", "launch.max_restarts=3", *words)
+    for each in trained:
+        assert (each.training.save_strategy, each.training.eval_on_start, each.training.sample) == ("no", False, None)
+        assert (each.launch.max_restarts, each.launch.hang_timeout) == (0, "300s")
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["--measure", "2", "--gpu", "H100-SXM"],
+        ["--measure", "2", "--target", "cheapest"],
         ["--measure", "2", "--no-search"],
         ["--measure", "2", "--num-gpus", "4"],
         ["--minutes", "3"],

@@ -93,6 +93,22 @@ def test_error_outside_an_import_is_not_a_refusal() -> None:
     assert find_refusal(text, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) is None
 
 
+def test_program_that_runs_as_a_module_is_not_imported() -> None:
+    """Else every error of the launcher, and of a child in a wheel, would be the fault of a variable whose value is a word of its message."""
+    frame = '  File "/venv/lib/python3.11/site-packages/{}", line 1, in {}\n'
+    start = "Traceback (most recent call last):\n"
+    started = f'{start}  File "<frozen runpy>", line 88, in _run_code\n'
+    child = started + frame.format("fsdp_tune/answer/score.py", "<module>") + frame.format("torch/nn/linear.py", "forward")
+    assert find_refusal(f"{child}RuntimeError: found cuda and cpu\n", {"ACCELERATOR": "cuda"}) is None
+    launcher = started + frame.format("accelerate/commands/launch.py", "<module>") + frame.format("torch/launcher/api.py", "launch_agent")
+    ended = f"{launcher}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n  time: 2026-11-29_06:16:01\n"
+    assert find_refusal(ended, {"OMP_NUM_THREADS": "16"}) is None
+    package = start + '  File "<frozen runpy>", line 112, in _get_module_details\n' + frame.format("accelerate/__init__.py", "<module>")
+    found = find_refusal(f"{package}ValueError: unknown: abc\n", {"ACCELERATE_X": "abc"})
+    assert found is not None
+    assert found.message.startswith("accelerate does not accept")
+
+
 def test_secret_is_not_repeated(tmp_path: Path) -> None:
     source = 'import os\nVALUE = int(os.environ["SOME_API_KEY"])\n'
     problem = find_refusal(*imported(tmp_path, "keyed", source, {"SOME_API_KEY": "hunter2-hunter2"}))

@@ -333,7 +333,7 @@ class Supervisor:
             elsewhere=self._elsewhere,
             killed_ranks=watch.expects_deaths,
             last_step=max(watch.last_step, self._last_logged_step),
-            refused_variable=None if watch.outcomes else find_refusal(launcher_text, self._plan.env),
+            refused_variable=None if watch.outcomes or watch.first_beat else find_refusal(launcher_text, self._plan.env),
             disk_refusal=disk_refusal(self._run) if len(watch.outcomes) < len(self._plan.ranks) else None,
         )
 

@@ -117,17 +117,21 @@ class MeasuredPlan(JsonAnswer):
     """`measured`, `out of memory`, `failed` or `not started`."""
     problem: str | None
     tokens_per_step: int
+    """Of full rows, as planned."""
     predicted_step_seconds: float | None
     predicted_peak_reserved_gib: float
     step_seconds: float | None = None
     """Median of the counted steps."""
     tokens_per_second_per_device: float | None = None
+    """Median of the counted steps, of the tokens that were computed: rows may be shorter than `data.max_length`."""
+    num_processes: int | None = None
     peak_reserved_gib: float | None = None
     """Of rank 0."""
 
     @property
-    def seconds_per_token(self) -> float | None:
-        return None if self.step_seconds is None else self.step_seconds / self.tokens_per_step
+    def tokens_per_second(self) -> float:
+        """Over all devices; 0 if nothing was measured."""
+        return (self.tokens_per_second_per_device or 0.0) * (self.num_processes or 0)
 
 
 @dataclass(frozen=True, slots=True)
