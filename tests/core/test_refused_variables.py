@@ -94,7 +94,7 @@ def test_error_outside_an_import_is_not_a_refusal() -> None:
 
 
 def test_program_that_runs_as_a_module_is_not_imported() -> None:
-    """Else every error of the launcher, and of a child in a wheel, would be the fault of a variable whose value is a word of its message."""
+    """Else every error of a launcher, and of a child in a wheel, would be the fault of a variable whose value is in its message."""
     frame = '  File "/venv/lib/python3.11/site-packages/{}", line 1, in {}\n'
     start = "Traceback (most recent call last):\n"
     started = f'{start}  File "<frozen runpy>", line 88, in _run_code\n'
