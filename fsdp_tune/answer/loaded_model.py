@@ -89,6 +89,9 @@ def _load(model: ModelToEvaluate, request: Request, trained_base: BaseModel | No
         message = f"the model `{model.weights}` cannot be loaded: {str(error).splitlines()[0]}"
         raise resource.problem(error) or usage_error("model-not-found", message) from error
     loaded, report = found
+    if scales := sorted(key for key in report["unexpected_keys"] if "scale" in key.rpartition(".")[2]):
+        message = f"the weights of `{model.weights}` are quantised, and transformers leaves them as codes: it does not read `{scales[0]}`"
+        raise usage_error("model-quantised", message, hint="name the merged model of a run, whose weights are decoded")
     if in_4_bits and trained_base is not None:
         _round_to_4_bits(loaded, trained_base, dtype)
     return loaded, set(report["missing_keys"])

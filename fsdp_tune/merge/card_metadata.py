@@ -27,22 +27,31 @@ def hub_id(name: str) -> str | None:
     return None if is_other else name
 
 
-def base_metadata(base: str | None, *, is_adapter: bool) -> dict[str, Any]:
+def base_metadata(base: str | None, *, is_adapter: bool, is_resolved: bool) -> dict[str, Any]:
     """Return `base_model` and `base_model_relation` of a model that was trained from `base`; nothing for a base that is not on the hub.
 
-    A resolved recipe has absolute paths of local models, so that a name without one is that of a repository.
+    A resolved recipe has absolute paths of local models, so that a name without one is that of a repository. What another tool has
+    written into an adapter may be a directory of its machine: only OWNER/NAME is taken.
     """
-    found = hub_id(base) if base is not None else None
+    found = hub_id(base) if base is not None and (is_resolved or base.count("/") == 1) else None
     return {} if found is None else {"base_model": found, "base_model_relation": "adapter" if is_adapter else "finetune"}
 
 
 def data_metadata(sources: Sequence[DataSource]) -> dict[str, Any]:
     """Return `datasets`, the ids of the sources that are on the hub, and `language`, if all of them are and their cached cards name one."""
-    ids = [hub_id(source.path) for source in sources]
+    ids = [_of_hub(source) for source in sources]
     on_hub = list(dict.fromkeys(each for each in ids if each is not None))
     languages = [_languages(each, source.revision) if each is not None else [] for each, source in zip(ids, sources, strict=True)]
     named = list(dict.fromkeys(language for some in languages for language in some)) if all(languages) else []
     return {**({"language": named} if named else {}), **({"datasets": on_hub} if on_hub else {})}
+
+
+_BUILDERS = frozenset({"json", "csv", "text", "parquet", "arrow"})
+
+
+def _of_hub(source: DataSource) -> str | None:
+    is_builder = source.data_files is not None and source.path in _BUILDERS
+    return None if source.loader is not None or is_builder else hub_id(source.path)
 
 
 def _languages(data_set: str, revision: str | None) -> list[str]:

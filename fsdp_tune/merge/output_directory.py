@@ -387,7 +387,7 @@ def model_card(
     base = base or (recipe.model.name_or_path if recipe is not None else None)
     if base:
         rows.append(("Base model", without_folders(base)))
-    front |= base_metadata(base, is_adapter=is_adapter)
+    front |= base_metadata(base, is_adapter=is_adapter, is_resolved=recipe is not None)
     if recipe is not None and recipe.data.train:
         front |= data_metadata(recipe.data.train)
         rows.append(("Data", ", ".join(without_folders(source.path) for source in recipe.data.train)))

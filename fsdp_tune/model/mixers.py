@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,14 +23,15 @@ from fsdp_tune.core.families import CACHE_ARGUMENTS, EXAMPLE_LENGTHS
 from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
 from fsdp_tune.model.known_rows import Documents, known_documents
 from fsdp_tune.model.model_files import KernelChoice
+from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import bare_class
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 MOST_PADDING = 0.25
 """Documents that are computed together are padded to the longest of them, by this share of their tokens at most."""
-_ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "scaled_dot_product_attention", "softmax"})
-"""Names in the code of attention, which separates examples by a mask or by their lengths."""
+_ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "scaled_dot_product_attention", "softmax", "topk"})
+"""Names in the code of attention, and of what chooses its keys, which separate examples by a mask or by their lengths."""
 
 
 def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
@@ -63,19 +64,33 @@ def _names_in_code(module_class: type[nn.Module]) -> frozenset[str]:
     return frozenset(name for method in methods for name in method.__code__.co_names)
 
 
+@functools.cache
+def _arguments_in_code(module_class: type[nn.Module]) -> frozenset[str]:
+    """Return the arguments that the methods of a class may read: their parameters, and the texts in their code, as of `kwargs.get`."""
+    own = (each for each in module_class.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch."))
+    codes = [inspect.unwrap(value).__code__ for each in own for value in vars(each).values() if inspect.isfunction(value)]
+    texts = (each for code in codes for each in code.co_consts if isinstance(each, str))
+    return frozenset([*(name for code in codes for name in code.co_varnames), *texts])
+
+
 def _is_attention(module: nn.Module) -> bool:
     return not _ATTENTION.isdisjoint(_names_in_code(bare_class(module)))
 
 
 def takes_lengths(mixer: nn.Module) -> bool:
-    """Return whether the kernels of a mixer are those of packages that take the lengths of documents, which its forward passes on."""
+    """Return whether the kernels of a mixer are those of packages that take the lengths of documents, which its code passes on.
+
+    A call with `**kwargs` passes on what the kernel names alike, `seq_idx`. The code must pass `cu_seq_lens_q` as `cu_seqlens`, which
+    Kimi Linear does not.
+    """
     parameters = inspect.signature(bare_class(mixer).forward).parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
         return False
     used = _names_in_code(bare_class(mixer))
     functions = [value for name, value in vars(sys.modules[bare_class(mixer).__module__]).items() if name in used]
     kernels = [kernel for function in functions if (kernel := kernel_with_fallback(function)) is not None and kernel.trains]
-    return bool(kernels) and all(kernel.takes_lengths for kernel in kernels)
+    read = _arguments_in_code(bare_class(mixer))
+    return bool(kernels) and all("seq_idx" in kernel.lengths or (kernel.lengths and "cu_seq_lens_q" in read) for kernel in kernels)
 
 
 def packs(recipe: Recipe) -> bool:
@@ -97,12 +112,30 @@ def choose_packing(recipe: Recipe, model: nn.Module) -> dict[str, KernelChoice]:
         raise usage_error("packing-not-compiled", message, where=Where(key="kernels.compile"), hint="--set kernels.compile=false")
     if all(takes_lengths(mixer) for mixer in mixers.values()):
         return {"data.packing": KernelChoice("by lengths", f"the kernels of {', '.join(kinds)} take the lengths of examples")}
+    _refuse_units_inside(recipe, model, mixers)
     price = f"one call for examples of similar length, with at most {MOST_PADDING:.0%} more tokens"
     return {
         "data.packing": KernelChoice(
             "by example", f"{', '.join(kinds)} compute{'s' if len(kinds) == 1 else ''} each example alone: {price}"
         )
     }
+
+
+def _refuse_units_inside(recipe: Recipe, model: nn.Module, mixers: Iterable[str]) -> None:
+    """Refuse FSDP units inside mixers that are called for groups of examples: ranks have different rows, and would gather them in
+    different numbers, so that they wait for each other or take another unit's parameters."""
+    if not recipe.is_sharded or recipe.world_size == 1:
+        return
+    inside = tuple(f"{name}." for name in mixers)
+    groups = plan_units(recipe, cast(PreTrainedModel, model)).groups
+    if (unit := next((name for group in groups for name in group if name.startswith(inside)), None)) is not None:
+        raise usage_error(
+            "contradiction",
+            f"`data.packing` calls a mixer once for each group of examples, and `fsdp.auto_wrap_policy: {recipe.fsdp.auto_wrap_policy}` "
+            f"makes a unit of `{unit}` inside, which ranks would gather in different numbers",
+            where=Where(key="fsdp.auto_wrap_policy"),
+            hint="--set fsdp.auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+        )
 
 
 def packing_notices(choice: KernelChoice | None) -> list[Notice]:

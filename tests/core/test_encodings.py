@@ -158,6 +158,18 @@ def test_fp8_of_modelopt_has_scales_of_the_tensor_of_rows_or_of_blocks(shape: tu
     assert torch.equal(whole(parts, MODELOPT | {"quant_algo": "FP8"}), codes.float() * factors)
 
 
+@pytest.mark.parametrize(("shape", "settings"), [((960, 192), {}), ((96, 64), {"group_size": 32})])
+def test_last_block_of_modelopt_is_shorter(shape: tuple[int, int], settings: dict[str, Any]) -> None:
+    """It pads a weight to whole blocks: 960 columns have 8 scales, for 128 columns each."""
+    block = settings.get("group_size", 128)
+    counts = tuple(-(-size // block) for size in shape)
+    types = {W + "weight": StoredType("F8_E4M3", shape), W + "weight_scale": StoredType("F32", (counts[0], 1, counts[1], 1))}
+    found = find_encodings(types, {"quant_method": "modelopt", **settings})
+    assert found.weights[W + "weight"].block == (block, block)
+    other = types | {W + "weight_scale": StoredType("F32", (counts[0] + 1, 1, counts[1], 1))}
+    assert find_encodings(other, {"quant_method": "modelopt", **settings}).weights == {}
+
+
 def test_settings_of_modelopt_are_found_in_their_own_file() -> None:
     written: dict[str, Any] = {"config.json": {}, "hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}}
     assert method_of(settings_of_files(written.get, [W + "weight_scale"])) == "modelopt"

@@ -52,6 +52,13 @@ def test_card_has_the_relation_to_its_base(is_adapter: bool, relation: str) -> N
     assert (data.base_model, data.get("base_model_relation")) == ("gpt2", relation)
 
 
+def test_names_that_are_of_no_repository_are_not_in_the_card() -> None:
+    """`json` builds a data set from files, and what another tool wrote as a base may be a directory of its machine."""
+    assert "datasets" not in card_of("org/base", "json", data_files="x.jsonl").data.to_dict()
+    adapter = ModelCard(model_card("mine", None, None, [], [("Step", "3")], base="llama-7b", is_adapter=True))
+    assert "base_model" not in adapter.data.to_dict()
+
+
 def test_card_of_a_model_without_a_base_on_the_hub_has_no_relation() -> None:
     data = card_of("/models/base", "rows.jsonl").data.to_dict()
     assert data.keys() & {"base_model", "base_model_relation", "datasets", "language"} == set()

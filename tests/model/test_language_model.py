@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.loading.language_model import main, write_language_model
+from fsdp_tune.model.loading.language_model import language_model_of, main, write_language_model
 from tests.merge.published import LAYOUTS
 from tests.model.composites import (
     TABLE,
@@ -59,6 +59,20 @@ def test_language_model_that_computes_otherwise_is_refused(tmp_path: Path, capsy
     assert written_difference(scale_of_one, tmp_path / "text") == 0.0
 
 
+def test_scale_of_logits_is_found_in_bf16_and_codes_without_settings_are_refused(tmp_path: Path) -> None:
+    composite = make("cohere2_vision", tmp_path / "full", vision_config__num_hidden_layers=1, text_config__logit_scale=0.8333)
+    full: Any = composite.kind.from_pretrained(composite.folder, dtype=torch.bfloat16)
+    with pytest.raises(FsdpTuneError, match="the logits of Cohere2ForCausalLM differ"):
+        language_model_of(full.eval(), "it")
+    file = composite.folder / "model.safetensors"
+    tensors = load_file(file)
+    weight = next(name for name in tensors if name.endswith("up_proj.weight"))
+    tensors[weight] = tensors[weight].to(torch.float8_e4m3fn)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(FsdpTuneError, match="its weights are quantised"):
+        write_language_model(str(composite.folder), tmp_path / "text")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [({"quantization_config": {"quant_method": "fp8"}}, "quantised"), ({"architectures": ["LlamaForCausalLM2"]}, "LlamaForCausalLM2")],
@@ -96,6 +110,7 @@ def test_merged_model_in_the_full_class_has_the_logits_of_the_live_one(outer: bo
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # of Gemma 4's own configuration
 @pytest.mark.parametrize("name", TRIED)
 def test_logits_for_text_are_those_of_the_full_model(name: str, tmp_path: Path) -> None:
     """Of the live model, of the merged one in the class of the base, and of the language model that is written to a directory."""

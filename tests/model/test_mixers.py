@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model import mixers
-from fsdp_tune.model.internals.transformers_internals import attention_of
+from fsdp_tune.model.internals.transformers_internals import KernelWithFallback, attention_of, kernel_with_fallback
 from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.mixers import call_by_documents, choose_packing, find_mixers, groups_of_lengths, separate_documents, takes_lengths
 from tests.architectures.tiny import config_of, known
@@ -27,7 +27,10 @@ _RECURRENT = known(
     *("lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
     *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
-_MASKED = known("afmoe", "biogpt", "bloom", "falcon", "gpt_oss", "mpt", "opt", "xglm")
+_MASKED = known(
+    *("afmoe", "biogpt", "bloom", "falcon", "gpt_oss", "mpt", "opt", "xglm"),
+    *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),  # an indexer takes the cache, and is attention
+)
 _FAST = known("lfm2_moe", "gpt_oss", "mamba")
 
 
@@ -180,6 +183,41 @@ def test_kernels_of_packages_get_the_lengths_and_one_call(monkeypatch: pytest.Mo
     monkeypatch.setattr(mixer, "forward", only_when_packed(mixer.forward, type(mixer).forward.__get__(mixer), module, own_conv, own_rule))
     assert max(deviations(model)) <= 1e-5
     assert given == [[7, 11, 4, 2, 13, 8, 3]] * 2
+
+
+@pytest.mark.parametrize(("family", "passes_on"), [("kimi_linear", False), ("qwen3_next", True)])
+def test_lengths_are_taken_only_where_the_code_passes_them_on(family: str, passes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi Linear calls its kernel with `**kwargs`, of which the kernel's wrapper keeps nothing."""
+    [name] = known(family)
+    [mixer, *_] = find_mixers(model_of(config_of(name))).values()
+    kinds = {"causal_conv1d_fn": frozenset({"seq_idx"})}
+
+    def installed(function: Any) -> KernelWithFallback | None:
+        if (found := kernel_with_fallback(function)) is None:
+            return None
+        return KernelWithFallback(found.function, found.package, True, kinds.get(found.function, frozenset({"cu_seqlens"})))
+
+    monkeypatch.setattr(mixers, "kernel_with_fallback", installed)
+    assert takes_lengths(mixer) == passes_on
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "is_refused"), [("SIZE_BASED_WRAP", 2, True), ("SIZE_BASED_WRAP", 1, False), ("TRANSFORMER_BASED_WRAP", 2, False)]
+)
+def test_unit_inside_a_mixer_is_refused_where_ranks_would_gather_it_in_different_numbers(policy: str, ranks: int, is_refused: bool) -> None:
+    [name] = known("nemotron_h")
+    model = model_of(config_of(name))
+    recipe = recipe_of(
+        {"from_config": config_of(name)},
+        ranks,
+        fsdp={"auto_wrap_policy": policy},
+        data={"train": [{"path": "x"}], "packing": True, "max_length": 64},
+    )
+    if is_refused:
+        with pytest.raises(FsdpTuneError, match="ranks would gather in different numbers"):
+            choose_packing(recipe, model)
+    else:
+        assert choose_packing(recipe, model)["data.packing"].value == "by example"
 
 
 def only_when_packed(packed: Any, own: Any, module: Any, own_conv: Any, own_rule: Any) -> Any:

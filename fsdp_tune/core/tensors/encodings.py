@@ -252,7 +252,7 @@ def settings_of_files(read: Callable[[str], Mapping[str, Any] | None], tensors: 
     found = quantisation_of(read("config.json") or {})
     if found or not any(name.endswith(".weight_scale") for name in tensors):
         return found
-    written = json_object((read(MODELOPT_FILE) or {}).get("quantization"))
+    written = json_object(json_object(read(MODELOPT_FILE)).get("quantization"))
     return {"quant_method": MODELOPT, **written} if written else {}
 
 
@@ -432,7 +432,13 @@ _OF_MODELOPT = ("weight", "bias", "weight_scale", "weight_scale_2", *_UNUSED, "k
 """Tensors of a quantised module of ModelOpt. Others change what its layer computes: `pre_quant_scale` (AWQ), `svdquant_lora_a`."""
 
 
-def _of_modelopt(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:  # noqa: ARG001  one type
+_MODELOPT_BLOCK = 128
+"""Rows and columns of a block of FP8_PB_WO; ModelOpt pads the weight to whole ones before it computes their scales."""
+
+
+def _of_modelopt(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:
+    size: Any = settings.get("group_size")
+    block = size if isinstance(size, int) and size > 0 else _MODELOPT_BLOCK
     owners = [name.removesuffix("weight_scale") for name in tensors if name.endswith(".weight_scale")]
     others: dict[str, list[str]] = {owner: [] for owner in owners}
     for name in tensors:
@@ -450,7 +456,11 @@ def _of_modelopt(tensors: Mapping[str, StoredType], settings: Mapping[str, Any])
         elif tensor_scale in tensors:
             yield _of_nvfp4(tensors, owner, codes, tensor_scale, divides=False)
         elif tensors[codes].dtype.startswith("F8"):
-            yield _scaled(tensors, codes, scales, (), rounds=False)
+            of_blocks, shape = tensors[scales].shape, tensors[codes].shape
+            if len(of_blocks) == 2 * len(shape) and of_blocks[::2] != tuple(-(-size // block) for size in shape):
+                yield Unread(codes, f"is {list(shape)}, and its scales {list(of_blocks)} are not those of blocks of {block}")
+            else:
+                yield _scaled(tensors, codes, scales, (block,) * len(shape) if len(of_blocks) == 2 * len(shape) else (), rounds=False)
 
 
 def _of_mxfp4(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:  # noqa: ARG001  one type

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from fsdp_tune.model.internals.internal import Attribute, Name, Parameter
 
@@ -91,8 +96,8 @@ class KernelWithFallback:
     function: str
     package: str
     is_installed: bool
-    takes_lengths: bool
-    """Whether the installed function takes the lengths of packed examples."""
+    lengths: frozenset[str]
+    """The parameters of the installed function that take the lengths of packed examples: `cu_seqlens`, `seq_idx`."""
 
     @property
     def trains(self) -> bool:
@@ -110,5 +115,24 @@ def kernel_with_fallback(function: object) -> KernelWithFallback | None:
         return None
     known = inspect.getclosurevars(function).nonlocals
     installed = bool(known["is_new_implementation"])
-    takes_lengths = installed and not _LENGTHS.isdisjoint(known.get("applicable_params", ()))
-    return KernelWithFallback(str(known["func_name"]), str(known["package"]), installed, takes_lengths)
+    lengths = _LENGTHS.intersection(known.get("applicable_params", ())) if installed else frozenset[str]()
+    return KernelWithFallback(str(known["func_name"]), str(known["package"]), installed, lengths)
+
+
+@contextlib.contextmanager
+def plain_functions(model: nn.Module) -> Iterator[None]:
+    """Within the context, the modules of a model's classes use plain PyTorch in place of the packages' functions, which need a GPU."""
+    modules = {name: sys.modules[name] for name in {type(each).__module__ for each in model.modules()} if name in sys.modules}
+    replaced = [
+        (module, name, value)
+        for module in modules.values()
+        for name, value in vars(module).items()
+        if (kernel := kernel_with_fallback(value)) is not None and kernel.is_installed
+    ]
+    try:
+        for module, name, value in replaced:
+            setattr(module, name, value.__wrapped__)
+        yield
+    finally:
+        for module, name, value in replaced:
+            setattr(module, name, value)

@@ -180,7 +180,7 @@ def _refused(recipe: Recipe, config: PreTrainedConfig, error: Exception) -> Fsdp
     """Return the error for a model that transformers rejects, for an unsupported attention kernel or a missing package."""
     reason = str(error).splitlines()[0].partition(". ")[0]
     if config.get_text_config() is not config and "configuration class" in reason:
-        return of_other_modalities(str(recipe.model.name_or_path), config)
+        return of_other_modalities(str(recipe.model.name_or_path), config, recipe.model.revision)
     kernel = recipe.model.attn_implementation
     is_of_kernel = kernel != "auto" and (kernel in reason or "attention implementation" in reason)
     key = "model.attn_implementation" if is_of_kernel else "model"

@@ -12,29 +12,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.families import TIE_KEY
 from fsdp_tune.core.tensors.encodings import method_of, quantisation_of
+from fsdp_tune.model.loading.weight_slices import read_headers
 
 _MODULE = "fsdp_tune.model.loading.language_model"
 _TOKENS = 8
 _ROUNDINGS = 64
-"""Largest difference of logits, in units of rounding of the largest: a class may add positions in another order (PaliGemma)."""
+"""Largest difference of logits in fp32, in units of rounding of the largest: a class may add positions in another order (PaliGemma)."""
+_SHARE_IN_16_BITS = 0.02
+"""Largest norm of the difference of logits in 16 bits, relative to that of the logits."""
 
 
-def of_other_modalities(name: str, config: PreTrainedConfig) -> FsdpTuneError:
+def of_other_modalities(name: str, config: PreTrainedConfig, revision: str | None = None) -> FsdpTuneError:
     """Return the error for a model of several modalities of which transformers has no causal LM."""
-    hint = f"write its language model to a directory, and name that: python -m {_MODULE} {name} DIRECTORY"
+    of_revision = ["--revision", revision] if revision not in (None, "main") else []
+    command = shlex.join(["python", "-m", _MODULE, name, "DIRECTORY", *of_revision])
+    hint = f"write its language model to a directory, and name that: {command}"
     if type(text := config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         hint = f"it has none for its text, {type(text).__name__}, either: name a model of text alone"
     message = f"transformers has no causal LM for {type(config).__name__}, a model of several modalities"
@@ -46,7 +53,7 @@ def write_language_model(name: str, directory: Path, *, revision: str = "main") 
     if directory.exists():
         raise _refused(str(directory), "it exists", "name a directory that does not exist")
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _refused(
             name, f"it cannot be loaded: {_first_line(error)}", "name a model of the hub, or the path of its directory"
@@ -56,7 +63,7 @@ def write_language_model(name: str, directory: Path, *, revision: str = "main") 
     with staged_directory(directory) as stage:
         language_model.save_pretrained(stage)
         with contextlib.suppress(OSError, ValueError):  # a model without a tokenizer
-            AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(stage)
+            AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False).save_pretrained(stage)
 
 
 def _load(name: str, revision: str, config: PreTrainedConfig) -> PreTrainedModel:
@@ -67,9 +74,23 @@ def _load(name: str, revision: str, config: PreTrainedConfig) -> PreTrainedModel
         raise _refused(name, f"transformers has no class {config.architectures}, which its config.json names", None)
     loaded: Any = kind.from_pretrained(name, revision=revision, dtype="auto", output_loading_info=True)
     full, loading = loaded
+    if codes := _codes_in(name, revision, loading["unexpected_keys"]):
+        raise _refused(name, f"its weights are quantised: its files have {codes}", "name the model in 16 bits")
     if lost := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
         raise _refused(name, f"its weights lack {len(lost)} parameters of {kind.__name__}, such as `{lost[0]}`", None)
     return full.eval()
+
+
+def _codes_in(name: str, revision: str, unexpected: Iterable[str]) -> str | None:
+    """Return the first tensor of the files that is a part of a quantised weight, which transformers may load as it is; None without one."""
+
+    def file(part: str) -> Path | None:
+        found = cached_file(name, part, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return Path(found) if found is not None else None
+
+    encodings = read_headers(file).encodings()
+    parts = [*encodings.parts, *(each.name for each in encodings.unread), *(key for key in unexpected if "scale" in key.rpartition(".")[2])]
+    return f"`{parts[0]}`" if parts else None
 
 
 def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -92,6 +113,7 @@ def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:
     if left := [key for key, value in text.state_dict().items() if value.device.type == "meta"]:
         raise _refused(name, f"{type(text).__name__} has {len(left)} parameters that it lacks, such as `{left[0]}`", _OTHER)
     _require_same_logits(full, text.eval(), name)
+    text.generation_config = copy.deepcopy(full.generation_config)  # it may end a turn by another token than the text's configuration
     return text
 
 
@@ -112,7 +134,11 @@ def _require_same_logits(full: PreTrainedModel, text: PreTrainedModel, name: str
             name, f"{type(text).__name__} has logits {list(found.shape)}, and {type(full).__name__} {list(wanted.shape)}", _OTHER
         )
     largest, difference = float(wanted.abs().max()), float((found - wanted).abs().max())
-    if not difference <= _ROUNDINGS * torch.finfo(wanted.dtype).eps * largest:
+    if wanted.dtype == torch.float32:
+        is_same = difference <= _ROUNDINGS * torch.finfo(wanted.dtype).eps * largest
+    else:
+        is_same = float((found.float() - wanted.float()).norm()) <= _SHARE_IN_16_BITS * float(wanted.float().norm())
+    if not is_same:
         what = f"the logits of {type(text).__name__} differ by {difference:.2g} of {largest:.2g} from those of {type(full).__name__}"
         raise _refused(name, f"{what}: what is trained as the one would compute otherwise as the other", _OTHER)
 

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.small_config import scale_down_config
-from fsdp_tune.model.internals.transformers_internals import attention_of
+from fsdp_tune.model.internals.transformers_internals import attention_of, plain_functions
 from fsdp_tune.model.kernels.attention import has_variable_lengths, live_attention
 from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.mixers import separate_documents
@@ -90,9 +91,10 @@ def small_deviations(config: PreTrainedConfig, kernel: str, *, trusts_code: bool
             small = _small_model(config, mask_kernel, trusts_code=trusts_code)
             if small is None:
                 return None
-            separate_documents(small)
-            with attention_disabled(small) if separates else contextlib.nullcontext():
-                return _deviations(small)
+            with plain_functions(small), attention_disabled(small) if separates else contextlib.nullcontext():
+                separate_documents(small)
+                found = _deviations(small)
+            return found if math.isfinite(found.others + found.alone) else None
     except Exception:  # noqa: BLE001  any code of any model; the ranks measure the real one
         return None
 
