@@ -109,7 +109,8 @@ def _planned(recipe: LoadedRecipe, allowed: Allowed, observer: Observer) -> Plan
     except FsdpTuneError as error:
         if [problem.code for problem in error.problems] == ["no-gpu-named"]:
             hint = "--set launch.device=cpu, or name a GPU by `--gpu` and leave out `--measure`"
-            raise usage_error("no-gpu-to-measure", error.problems[0].message, hint=hint) from error
+            message = f"`--measure` trains on GPUs of the table, and {error.problems[0].message}"
+            raise usage_error("no-gpu-to-measure", message, hint=hint) from error
         raise
     if planned.recipe.launch.num_machines > 1:
         message = f"`--measure` trains on this machine alone, and the recipe has {planned.recipe.launch.num_machines}"

@@ -85,8 +85,10 @@ def _codes_in(name: str, revision: str, unexpected: Iterable[str]) -> str | None
     """Return the first tensor of the files that is a part of a quantised weight, which transformers may load as it is; None without one."""
 
     def file(part: str) -> Path | None:
-        found = cached_file(name, part, revision=revision, _raise_exceptions_for_missing_entries=False)
-        return Path(found) if found is not None else None
+        with contextlib.suppress(OSError):  # the model has no such file
+            found = cached_file(name, part, revision=revision)
+            return Path(found) if found is not None else None
+        return None
 
     encodings = read_headers(file).encodings()
     parts = [*encodings.parts, *(each.name for each in encodings.unread), *(key for key in unexpected if "scale" in key.rpartition(".")[2])]
