@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fsdp_tune.answer.examples import ModelToEvaluate, Request
 from fsdp_tune.core.errors import failed_error, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.core.tensors.encodings import scales_among
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
 from fsdp_tune.model.loading.adapter_files import published_prefixes
@@ -89,7 +90,7 @@ def _load(model: ModelToEvaluate, request: Request, trained_base: BaseModel | No
         message = f"the model `{model.weights}` cannot be loaded: {str(error).splitlines()[0]}"
         raise resource.problem(error) or usage_error("model-not-found", message) from error
     loaded, report = found
-    if scales := sorted(key for key in report["unexpected_keys"] if "scale" in key.rpartition(".")[2]):
+    if scales := scales_among(report["unexpected_keys"]):
         message = f"the weights of `{model.weights}` are quantised, and transformers leaves them as codes: it does not read `{scales[0]}`"
         raise usage_error("model-quantised", message, hint="name the merged model of a run, whose weights are decoded")
     if in_4_bits and trained_base is not None:

@@ -73,8 +73,9 @@ def _refuse_empty_words(arguments: Sequence[str]) -> None:
     """
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
     for before, word in zip(["", *words], words, strict=False):
-        option = word.removesuffix("=") if re.fullmatch(r"--[a-z-]+=", word) else before if before.startswith("-") else None
-        if (word == "" or (word.endswith("=") and option == word[:-1])) and option not in MAY_BE_EMPTY:
+        is_option = re.fullmatch(r"--[a-z-]+=", word) is not None
+        option = word[:-1] if is_option else before if before.startswith("-") else None
+        if (is_option or not word) and option not in MAY_BE_EMPTY:
             message = f"the value of `{option}` is empty" if option is not None else "an argument is empty"
             raise usage_error("usage", message, hint="give a value; a variable of the shell that is not set is empty")
 

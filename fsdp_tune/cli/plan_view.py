@@ -274,7 +274,7 @@ _MEASURED_HEAD = ("changes to your recipe", "", "s/step (planned)", "tokens/s/de
 def _measured_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
-            describe_changes(each.recipe_changes) or "→",
+            describe_changes(each.recipe_changes),
             each.outcome,
             _pair(each.step_seconds, each.predicted_step_seconds, format_figure),
             "" if each.tokens_per_second_per_device is None else f"{each.tokens_per_second_per_device:,.0f}",
@@ -295,7 +295,7 @@ def show_measured(screen: Terminal, plan: Plan) -> None:
     screen.table("measured on this machine", list(_MEASURED_HEAD), _measured_rows(plan))
     for each in plan.measured:
         if each.problem is not None:
-            screen.message(f"{describe_changes(each.recipe_changes) or 'your recipe'}: {each.outcome}: {each.problem}")
+            screen.message(f"{describe_changes(each.recipe_changes)}: {each.outcome}: {each.problem}")
 
 
 def _pair(measured: float | None, predicted: float | None, form: Callable[[float], str]) -> str:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -59,18 +60,21 @@ def _takes_cache(module: nn.Module) -> bool:
 @functools.cache
 def _names_in_code(module_class: type[nn.Module]) -> frozenset[str]:
     """Return the names that the methods of a class use, without those of `nn.Module`."""
-    own = (each for each in module_class.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch."))
-    methods = [inspect.unwrap(value) for each in own for value in vars(each).values() if inspect.isfunction(value)]
-    return frozenset(name for method in methods for name in method.__code__.co_names)
+    return frozenset(name for code in _codes_of(module_class) for name in code.co_names)
 
 
 @functools.cache
 def _arguments_in_code(module_class: type[nn.Module]) -> frozenset[str]:
     """Return the arguments that the methods of a class may read: their parameters, and the texts in their code, as of `kwargs.get`."""
-    own = (each for each in module_class.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch."))
-    codes = [inspect.unwrap(value).__code__ for each in own for value in vars(each).values() if inspect.isfunction(value)]
+    codes = list(_codes_of(module_class))
     texts = (each for code in codes for each in code.co_consts if isinstance(each, str))
     return frozenset([*(name for code in codes for name in code.co_varnames), *texts])
+
+
+def _codes_of(module_class: type[nn.Module]) -> Iterator[CodeType]:
+    """Yield the code of each method of a class and of those that it extends, without those of torch."""
+    own = (each for each in module_class.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch."))
+    yield from (inspect.unwrap(value).__code__ for each in own for value in vars(each).values() if inspect.isfunction(value))
 
 
 def _is_attention(module: nn.Module) -> bool:

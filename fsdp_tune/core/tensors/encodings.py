@@ -243,6 +243,11 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return next(filter(None, nested), dict[str, Any]())
 
 
+def scales_among(names: Iterable[str]) -> list[str]:
+    """Return the names of scales, sorted. Those that transformers does not expect belong to weights that it leaves as codes."""
+    return sorted(name for name in names if "scale" in name.rpartition(".")[2])
+
+
 def settings_of_files(read: Callable[[str], Mapping[str, Any] | None], tensors: Iterable[str]) -> dict[str, Any]:
     """Return the settings under which the weights of a model directory are quantised; {} if it has none.
 
@@ -456,11 +461,12 @@ def _of_modelopt(tensors: Mapping[str, StoredType], settings: Mapping[str, Any])
         elif tensor_scale in tensors:
             yield _of_nvfp4(tensors, owner, codes, tensor_scale, divides=False)
         elif tensors[codes].dtype.startswith("F8"):
-            of_blocks, shape = tensors[scales].shape, tensors[codes].shape
-            if len(of_blocks) == 2 * len(shape) and of_blocks[::2] != tuple(-(-size // block) for size in shape):
-                yield Unread(codes, f"is {list(shape)}, and its scales {list(of_blocks)} are not those of blocks of {block}")
+            found, shape = tensors[scales].shape, tensors[codes].shape
+            blocks = (block,) * len(shape) if len(found) == 2 * len(shape) else ()
+            if blocks and found[::2] != tuple(-(-size // block) for size in shape):
+                yield Unread(codes, f"is {list(shape)}, and its scales {list(found)} are not those of blocks of {block}")
             else:
-                yield _scaled(tensors, codes, scales, (block,) * len(shape) if len(of_blocks) == 2 * len(shape) else (), rounds=False)
+                yield _scaled(tensors, codes, scales, blocks, rounds=False)
 
 
 def _of_mxfp4(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:  # noqa: ARG001  one type

@@ -15,7 +15,6 @@ from typing import Any, cast
 from huggingface_hub import get_safetensors_metadata
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
-from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.families import (
     LAYERS,
@@ -29,10 +28,9 @@ from fsdp_tune.core.families import (
 )
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
 from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, SETTINGS, StoredType, settings_of_files
-from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors
-from fsdp_tune.model.loading.weight_slices import read_headers
+from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseRecord
 from fsdp_tune.run.directory import run_of
@@ -69,7 +67,7 @@ def local_tensors(recipe: Recipe) -> BaseTensors | None:
     def find(file: str) -> Path | None:
         path = folder / file
         is_of_hub = file == MODELOPT_FILE and not Path(name).is_dir() and hub_is_reachable()
-        return path if path.is_file() else _file_of_hub(name, recipe.model.revision, file) if is_of_hub else None
+        return path if path.is_file() else file_of_model(name, recipe.model.revision, file) if is_of_hub else None
 
     base = read_headers(find)
     is_complete = all(path.is_file() for path in _files_of_index(folder))
@@ -92,13 +90,8 @@ def _tensors_of_hub(name: str, revision: str, folder: Path) -> BaseTensors | Non
         return None
     tensors = {key: (file, info) for file, each in found.files_metadata.items() for key, info in each.tensors.items()}
     types = {key: StoredType(info.dtype, tuple(info.shape)) for key, (_, info) in tensors.items()}
-    settings = settings_of_files(lambda file: _read_object(_file_of_hub(name, revision, file)), types)
+    settings = settings_of_files(lambda file: _read_object(file_of_model(name, revision, file)), types)
     return BaseTensors(types, {key: folder / file for key, (file, _) in tensors.items()}, settings)
-
-
-def _file_of_hub(name: str, revision: str, file: str) -> Path | None:
-    found = cached_file(name, file, revision=revision, **NO_ERROR_FOR_MISSING.value(False))
-    return Path(found) if found is not None else None
 
 
 def record_of_run(recipe: Recipe) -> BaseRecord:

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.families import TIE_KEY
-from fsdp_tune.core.tensors.encodings import method_of, quantisation_of
-from fsdp_tune.model.loading.weight_slices import read_headers
+from fsdp_tune.core.tensors.encodings import method_of, quantisation_of, scales_among
+from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers
 
 _MODULE = "fsdp_tune.model.loading.language_model"
 _TOKENS = 8
@@ -86,12 +85,11 @@ def _codes_in(name: str, revision: str, unexpected: Iterable[str]) -> str | None
 
     def file(part: str) -> Path | None:
         with contextlib.suppress(OSError):  # the model has no such file
-            found = cached_file(name, part, revision=revision)
-            return Path(found) if found is not None else None
+            return file_of_model(name, revision, part)
         return None
 
     encodings = read_headers(file).encodings()
-    parts = [*encodings.parts, *(each.name for each in encodings.unread), *(key for key in unexpected if "scale" in key.rpartition(".")[2])]
+    parts = [*encodings.parts, *(each.name for each in encodings.unread), *scales_among(unexpected)]
     return f"`{parts[0]}`" if parts else None
 
 

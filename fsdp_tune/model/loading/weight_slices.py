@@ -55,12 +55,7 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
     Raises: usage error for tensors of an encoding that no rule reads.
     """
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
-
-    def file(filename: str) -> Path | None:
-        found = cached_file(name, filename, revision=revision, **NO_ERROR_FOR_MISSING.value(False))
-        return Path(found) if found is not None else None
-
-    base = read_headers(file)
+    base = read_headers(lambda file: file_of_model(name, revision, file))
     if not base.types:
         return None
     encodings = base.encodings()
@@ -73,6 +68,12 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
         if (dtype := DTYPES.get(entry.dtype)) is not None
     }
     return WeightFiles(decoded(by_layer(tensors), encodings), base)
+
+
+def file_of_model(name: str, revision: str, file: str) -> Path | None:
+    """Return the path of a file of a model, downloaded if necessary; None if the model has none. Raises: OSError."""
+    found = cached_file(name, file, revision=revision, **NO_ERROR_FOR_MISSING.value(False))
+    return Path(found) if found is not None else None
 
 
 def read_headers(file: Callable[[str], Path | None]) -> BaseTensors:
