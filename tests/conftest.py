@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -56,6 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Three processes for two cores: tests wait for processes, files and time limits. Eight at most: the ranks have one server."""
     return min(8, max(3, available_cores()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import a share of the test modules before all are collected: else every process compiles the same ones at the same time."""
+    own = getattr(session.config, "workerinput", None)
+    if own is None or session.config.args != session.config.getini("testpaths"):
+        return
+    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    for path in files[int(own["workerid"].removeprefix("gw")) :: own["workercount"]]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # its collection reports that
+            importlib.import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,5 +1,7 @@
 // What Python sees of the emulation.
-#include <torch/extension.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "failure.hpp"
 #include "nccl.hpp"
