@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,21 +31,38 @@ QUIET = {"training.logging_steps": 90_000}
 
 
 @needs_mount
-@pytest.mark.parametrize("what", ["blocks", "inodes"])
-def test_disk_full_for_longer_than_the_hang_timeout_kills_no_healthy_run(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["blocks", "inodes", "writing"])
+def test_disk_that_refuses_for_longer_than_the_hang_timeout_kills_no_healthy_run(what: str, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=24m,nr_inodes=400") as disk, started(disk, QUIET, name="../command") as run:
         run.until(lambda: "first step" in run.text)
-        fillers = fill(disk, what)
-        run.until(lambda: "no heartbeats" in run.text)
-        time.sleep(3 * HANG_SECONDS)
-        assert run.command.poll() is None, run.text
-        for each in fillers:
-            each.unlink()
+        with read_only(disk) if what == "writing" else filled(disk, what):
+            run.until(lambda: "no heartbeats" in run.text)
+            time.sleep(3 * HANG_SECONDS)
+            assert run.command.poll() is None, run.text
         run.until(lambda: "can be written again" in run.text)
         run.send(signal.SIGTERM)
         assert run.end() == ExitCode.PREEMPTED, run.text
         assert len(steps_of(run.run)) == 1
         assert run.seconds_to_save() < 20
+
+
+@contextlib.contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """As after an error of the device: nothing can be opened for writing any more. What is open already stays so."""
+    subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@contextlib.contextmanager
+def filled(disk: Path, what: str) -> Iterator[None]:
+    fillers = fill(disk, what)
+    yield
+    for each in fillers:
+        each.unlink()
 
 
 def fill(disk: Path, what: str) -> list[Path]:
