@@ -19,12 +19,15 @@ from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import ScalarError, parse_plain, printable
 from fsdp_tune.migrate import completion
 from fsdp_tune.migrate.completion import complete, name_model_and_data
-from fsdp_tune.migrate.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
-from fsdp_tune.migrate.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
+from fsdp_tune.migrate.general import by_name
+from fsdp_tune.migrate.ledger import AccountRow, Ledger, Setting, without_places
 from fsdp_tune.migrate.open_keys import settle_computed
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.migrate.read.foreign_file import END, ForeignFile, named_values, read_foreign, take_unexpanded
+from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
+from fsdp_tune.migrate.settling import ask_each, settle_all
 from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, llama_factory, soup, torchtune, unsloth
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
 from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
 from fsdp_tune.recipe.read.tools import (
     ACCELERATE,
@@ -272,7 +275,7 @@ def import_file(
     rules = _rules(found, ignored)
     settle_computed(ledger, found.computed, rules)
     _include(ledger, found)
-    settle_all(ledger, (), rules)
+    settle_all(ledger, (), Inside(rules))
     ask_each(ledger, ())
     complete(ledger, num_gpus, rules)
     for words in found.unread:
@@ -287,7 +290,7 @@ def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
     rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
     rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
-    return rules | dict.fromkeys(ignored, leave("the tool does not read it"))
+    return {**rules, **each(ignored, Drop("the tool does not read it"))}
 
 
 def options_of(path: FilePath) -> dict[str, Any]:
@@ -317,7 +320,7 @@ def _refuse_other_training(found: ForeignFile) -> None:
     }.get(found.tool, {})
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
     wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
-    for name, kind in [each for each in wrong if (each[0],) not in found.computed][:1]:
+    for name, kind in [pair for pair in wrong if (pair[0],) not in found.computed][:1]:
         where = Where(str(found.path), found.lines.get((name,)), key=name)
         given = f": {values[name]}" if isinstance(values[name], str) else ""
         message = f"`{name}{given}` of {found.tool}: this release has no {kind}"
@@ -341,69 +344,53 @@ def _include(ledger: Ledger, found: ForeignFile) -> None:
 
 def _file(rules: Rules, otherwise: Rule) -> Rule:
     """Return a rule for the name of a file, in whose place its keys are if it was found."""
-
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        if isinstance(value, dict):
-            settle_all(ledger, path, rules)
-        else:
-            otherwise(ledger, path, value)
-
-    return rule
+    return lambda key: Inside(rules) if isinstance(key.value, dict) else outcome_of(otherwise, key)
 
 
-def _not_found(ledger: Ledger, path: Path, value: object) -> None:
-    ledger.ask(path, f"`{value}` was not found here: `fsdp-tune import {value}` reads it")
+def _not_found(key: FileKey) -> Outcome:
+    return Ask(f"`{key.value}` was not found here: `fsdp-tune import {key.value}` reads it")
 
 
 def _named(file: FilePath | None) -> Rule:
     """Return a rule for the name of the file of options, and for its keys that the command gives too."""
 
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        if isinstance(value, dict):
-            settle_all(ledger, path, dict.fromkeys(cast("dict[str, Any]", value), leave("the command gives it too, and comes first")))
-        elif file is not None:
-            ledger.drop(path, "its keys are read")
-        else:
-            _not_found(ledger, path, value)
+    def rule(key: FileKey) -> Outcome:
+        if isinstance(key.value, dict):
+            return Inside(each(tuple(key.mapping), Drop("the command gives it too, and comes first")))
+        return _not_found(key) if file is None else Drop("its keys are read")
 
     return rule
 
 
-def _deepspeed(ledger: Ledger, path: Path, value: Any) -> None:
-    own = RULES[ledger.tool].get("deepspeed")
-    if isinstance(value, dict):
-        settle_all(ledger, path, accelerate_config.DEEPSPEED_RULES)
-    elif own is not None:
-        own(ledger, path, value)
-    else:
-        settle_by_name(ledger, path, value)
+def _deepspeed(key: FileKey) -> Outcome:
+    own = RULES[key.tool].get("deepspeed", by_name)
+    return Inside(accelerate_config.DEEPSPEED_RULES) if isinstance(key.value, dict) else outcome_of(own, key)
 
 
-def _variable(ledger: Ledger, path: Path, value: object) -> None:
+def _variable(key: FileKey) -> Outcome:
     """A variable of the environment that ranks get too."""
-    ledger.write(path, {("launch", "env", str(path[-1])): str(value)}, Fate.KEPT)
+    return Write({("launch", "env", key.name): str(key.value)}, fate=Fate.KEPT)
 
 
 _VARIABLES: Rules = {
-    **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), leave("set it where `fsdp-tune train` starts")),
+    **each(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), Drop("set it where `fsdp-tune train` starts")),
     "NPROC_PER_NODE": same("launch.num_processes"),
     "NNODES": same("launch.num_machines"),
-    "NODE_RANK": leave("each machine runs the same command"),
+    "NODE_RANK": Drop("each machine runs the same command"),
     "MASTER_ADDR": same("launch.main_process_ip"),
     "MASTER_PORT": same("launch.main_process_port"),
-    "FORCE_TORCHRUN": leave("`fsdp-tune train` starts the ranks"),
-    "ACCELERATE_LOG_LEVEL": leave("each rank writes its own log file"),
+    "FORCE_TORCHRUN": Drop("`fsdp-tune train` starts the ranks"),
+    "ACCELERATE_LOG_LEVEL": Drop("each rank writes its own log file"),
     "OMP_NUM_THREADS": same("launch.num_cpu_threads_per_process"),
-    "TOKENIZERS_PARALLELISM": leave("rows are tokenised by processes of `data.num_proc`"),
+    "TOKENIZERS_PARALLELISM": Drop("rows are tokenised by processes of `data.num_proc`"),
 }
 
 
-def _environment(ledger: Ledger, path: Path, value: Any) -> None:
+def _environment(key: FileKey) -> Outcome:
     """Set each variable without a rule for the ranks: a variable has no other meaning by its name."""
-    if not isinstance(value, dict):
-        ledger.ask(path, "it is not a mapping of variables")
-        return
-    settle_all(ledger, path, {name: _VARIABLES.get(name, _variable) for name in cast("dict[str, Any]", value)})
+    if not isinstance(key.value, dict):
+        return Ask("it is not a mapping of variables")
+    return Inside({name: _VARIABLES.get(name, _variable) for name in key.mapping})
 
 
 _LAUNCHER: Rules = {

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.migrate.general import Rules, settle_all
-from fsdp_tune.migrate.ledger import AccountRow, Fate, Ledger, Path
+from fsdp_tune.migrate.ledger import AccountRow, Ledger
 from fsdp_tune.migrate.read import python_script
+from fsdp_tune.migrate.rules import Inside, Rules
+from fsdp_tune.migrate.settling import settle_all
 from fsdp_tune.migrate.tools import unsloth
+from fsdp_tune.recipe.outcome import Fate, Path
 from fsdp_tune.recipe.read.tools import AXOLOTL, TORCHTUNE
 
 _SAMPLES: tuple[Any, ...] = (2, "x", True, False, 0.5, ["x"])
@@ -86,7 +88,7 @@ def _tried(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) ->
             tree = [*({} for _ in range(part)), tree] if isinstance(part, int) else {part: tree}
         tried = Ledger(tree, {}, ledger.tool, ledger.templates)
         try:
-            settle_all(tried, (), rules)
+            settle_all(tried, (), Inside(rules))
         except (AttributeError, TypeError, ValueError, LookupError, AssertionError, FsdpTuneError):
             continue  # the rule needs other keys, or another kind of value
         yield tried
