@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import shown
@@ -161,8 +161,16 @@ def _is_known(tree: Mapping[str, Any]) -> bool:
     return all(target in names for target, _ in flattened(tree))
 
 
-def _translated(tree: Mapping[str, Any]) -> tuple[dict[str, Any], str, Problem | None]:
-    """Return a part of a recipe with its old spellings replaced, what was said about them, and the first refusal."""
+class _Translated(NamedTuple):
+    tree: dict[str, Any]
+    words: str
+    """Of the notices about old spellings."""
+    problem: Problem | None
+    """The first refusal."""
+
+
+def _translated(tree: Mapping[str, object]) -> _Translated:
+    """Return a part of a recipe with its old spellings replaced."""
     root, _ = compose(json.dumps(tree), "")
     assert isinstance(root, MappingNode)
     notices, problems = translate(root)
@@ -170,7 +178,7 @@ def _translated(tree: Mapping[str, Any]) -> tuple[dict[str, Any], str, Problem |
     take_aliases(root)
     said = [notice.message.partition(": ")[2] or notice.message for notice in (*notices, *more)]
     after = cast("dict[str, Any]", _without_empty(plain_value(root)))
-    return after, "; ".join(said), next(iter((*problems, *wrong)), None)
+    return _Translated(after, "; ".join(said), next(iter((*problems, *wrong)), None))
 
 
 def _without_empty(value: object) -> object:

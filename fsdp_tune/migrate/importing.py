@@ -17,6 +17,7 @@ import yaml
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import ScalarError, parse_plain, printable
+from fsdp_tune.core.values import as_list, as_mapping, is_list
 from fsdp_tune.migrate import completion
 from fsdp_tune.migrate.completion import complete, name_model_and_data
 from fsdp_tune.migrate.general import by_name
@@ -91,24 +92,24 @@ def _comment(words: list[str]) -> list[str]:
     return [f"# {mask_text(printable(line))}" if line else "#" for line in words]
 
 
-def _tree(ledger: Ledger) -> dict[str, Any]:
+def _tree(ledger: Ledger) -> dict[str, object]:
     """Return the settings as mappings and lists, with a `Setting` for each value."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, object] = {}
     for target in sorted(ledger.settings, key=len):
         setting = ledger.settings[target]
         if setting.value == {} and any(other[: len(target)] == target for other in ledger.settings if other != target):
             continue
-        holder: Any = tree
+        holder: object = tree
         for part, following in zip(target, (*target[1:], None), strict=True):
-            default: Any = setting if following is None else [] if isinstance(following, int) else {}
+            default: object = setting if following is None else [] if isinstance(following, int) else {}
             holder = _child(holder, part, default)
     return tree
 
 
-def _child(holder: object, part: str | int, default: Any) -> Any:
+def _child(holder: object, part: str | int, default: object) -> object:
     if isinstance(part, str):
-        return cast("dict[str, Any]", holder).setdefault(part, default)
-    items = cast("list[Any]", holder)
+        return cast("dict[str, object]", holder).setdefault(part, default)
+    items = cast("list[object]", holder)
     while len(items) <= part:
         items.append({})
     return items[part]
@@ -124,22 +125,20 @@ class _Comments:
         self._explained: set[int] = set()
         """Rows whose reason stands beside another value already."""
 
-    def entry(self, target: Path, node: Any, indent: int) -> Iterator[str]:
+    def entry(self, target: Path, node: object, indent: int) -> Iterator[str]:
         space, key = "  " * indent, _key(str(target[-1]))
         if isinstance(node, Setting):
             above, beside = self._of(node)
             yield from (f"{space}{line}" for line in _comment(above))
             yield f"{space}{key}: {scalar(node.value)}  # {beside}"
-        elif isinstance(node, dict):
-            yield f"{space}{key}:"
-            for name, inner in cast("dict[str, Any]", node).items():
-                yield from self.entry((*target, name), inner, indent + 1)
-        else:
-            yield f"{space}{key}:"
-            for index, item in enumerate(cast("list[Any]", node)):
-                yield from self._item((*target, index), cast("Mapping[str, Any]", item), indent)
+            return
+        yield f"{space}{key}:"
+        for name, inner in as_mapping(node).items():
+            yield from self.entry((*target, name), inner, indent + 1)
+        for index, item in enumerate(as_list(node)):
+            yield from self._item((*target, index), item, indent)
 
-    def _item(self, target: Path, item: Mapping[str, Any], indent: int) -> Iterator[str]:
+    def _item(self, target: Path, item: Mapping[str, object], indent: int) -> Iterator[str]:
         """An entry of a list: its first key has the dash."""
         lines = [line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)]
         space = "  " * (indent + 1)
@@ -179,7 +178,7 @@ def _key(name: str) -> str:
     return scalar(name)
 
 
-def scalar(value: Any) -> str:
+def scalar(value: object) -> str:
     """Return a value on one line of YAML, which reads back as the same value by the rules of a recipe."""
     if isinstance(value, str):
         text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
@@ -188,13 +187,13 @@ def scalar(value: Any) -> str:
         except ScalarError:
             is_same = False
         return text if is_same and text.isprintable() else yaml.safe_dump(value, default_style='"', width=10**6).strip()
-    if isinstance(value, list):
-        return f"[{', '.join(_inner(item) for item in cast('list[Any]', value))}]"
+    if is_list(value):
+        return f"[{', '.join(_inner(item) for item in value)}]"
     text = yaml.safe_dump(value, width=10**6, default_flow_style=True, sort_keys=False).strip()
     return text.removesuffix("...").strip()
 
 
-def _inner(value: Any) -> str:
+def _inner(value: object) -> str:
     """Return an entry of a list in brackets, where a comma or a bracket needs quotes."""
     text = scalar(value)
     is_plain = isinstance(value, str) and not text.startswith(('"', "'"))
@@ -337,7 +336,7 @@ def _include(ledger: Ledger, found: ForeignFile) -> None:
     for key in named:
         named_file = named_values(found, ledger.value(*key))
         if named_file is not None:
-            ledger.include(key, named_file[1])
+            ledger.include(key, named_file.values)
     if found.tool == LLAMA_FACTORY:
         llama_factory.include_info(ledger, found.path.parent)
 

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import ScalarError, parse_plain
@@ -75,6 +75,13 @@ class ForeignCommand:
     """Words that may be any options, one sentence each."""
     written_file: Callable[[str], str | None] = lambda _: None
     """Returns the text of a file that the script writes before the command; None if it does not."""
+
+
+class ParsedCommand(NamedTuple):
+    values: dict[str, Any]
+    """The options, with those of the launcher and the variables under keys of their own."""
+    tool: str | None
+    """None if the name of the program identifies none."""
 
 
 def command_in(text: str) -> ForeignCommand | None:
@@ -241,7 +248,7 @@ def _is_training(words: list[str]) -> bool:
     return tool is not None and (tool == TORCHTUNE or any(word in others or word.endswith(".py") for word in words))
 
 
-def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
+def parse_command(words: list[str]) -> ParsedCommand:
     """Return the options of the program, and the tool if the program's name identifies it.
 
     Options of its launcher and variables are under keys of their own.
@@ -262,8 +269,8 @@ def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
     if tool == SWIFT and _verb(words) == "pt":
         values[COMMAND] = "pt"
     if tool == TORCHTUNE:
-        return values | _torchtune_options(words[start + 1 :]), tool
-    return values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool
+        return ParsedCommand(values | _torchtune_options(words[start + 1 :]), tool)
+    return ParsedCommand(values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool)
 
 
 def _without_negations(options: dict[str, Any], tool: str | None) -> dict[str, Any]:

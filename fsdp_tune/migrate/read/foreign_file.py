@@ -9,11 +9,12 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.values import is_mapping
 from fsdp_tune.migrate.ledger import Path as KeyPath
 from fsdp_tune.migrate.read.command_line import command_in, parse_command
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
@@ -52,7 +53,7 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     """Read a file, and recognise its tool unless it is given. Raises: FsdpTuneError if it has no keys, or those of no tool."""
     notebook = shell_script(code_cells(read_text(path, most_bytes=MOST_BYTES), path)) if path.suffix == ".ipynb" else ""
     command = command_in(notebook) if notebook else None
-    is_command = command is not None and parse_command(command.words)[1] is not None
+    is_command = command is not None and parse_command(command.words).tool is not None
     if path.suffix in SCRIPTS and not is_command:
         if tool not in (None, UNSLOTH):
             hint = "name the file of its options, or the script with its command"
@@ -106,7 +107,14 @@ _IS_TEXT = re.compile(r"template|prompt|system|jinja|regex|pattern")
 """Keys whose text may have a `$` of its own."""
 
 
-def named_values(found: ForeignFile, name: object) -> tuple[Path, dict[str, Any]] | None:
+class NamedFile(NamedTuple):
+    """A file that another one names."""
+
+    path: Path
+    values: dict[str, Any]
+
+
+def named_values(found: ForeignFile, name: object) -> NamedFile | None:
     """Return the place and the values of a YAML or JSON file that another one names; None if it is not here.
 
     A script may write it; otherwise the name is relative to the script's directory, to one of those above, or to this one.
@@ -115,11 +123,11 @@ def named_values(found: ForeignFile, name: object) -> tuple[Path, dict[str, Any]
     if not isinstance(name, str) or Path(name).suffix not in (*_YAML, ".json"):
         return None
     if (text := found.written_file(name)) is not None:
-        return found.path, _values_of(text, found.path, Path(name).suffix)
+        return NamedFile(found.path, _values_of(text, found.path, Path(name).suffix))
     directory = found.path.parent
     places = [directory / name, Path(name), *(above / name for above in list(directory.resolve().parents)[:3])]
     place = next((place for place in places if place.is_file()), None)
-    return None if place is None else (place, read_mapping(place))
+    return None if place is None else NamedFile(place, read_mapping(place))
 
 
 def _take_named_file(found: ForeignFile) -> None:
@@ -144,7 +152,7 @@ def _with_dotted(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, A
         into = values
         for section in sections:
             inner = into.setdefault(section, {})
-            into = cast("dict[str, Any]", inner) if isinstance(inner, dict) else into.setdefault(section, {})
+            into = inner if is_mapping(inner) else into.setdefault(section, {})
         there = into.get(last)
         if isinstance(there, dict) and "_component_" in there and isinstance(value, str):
             there["_component_"] = value
@@ -188,9 +196,9 @@ def _toml(text: str, path: Path) -> dict[str, Any]:
 
 
 def _mapping(values: object, path: Path) -> dict[str, Any]:
-    if not isinstance(values, dict) or not values:
+    if not is_mapping(values) or not values:
         raise usage_error("not-a-mapping", "the file has no keys with values", where=Where(str(path)))
-    return cast("dict[str, Any]", values)
+    return values
 
 
 def _yaml(text: str, path: Path, tool: str) -> ForeignFile:
