@@ -16,7 +16,7 @@ from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, soup,
 from fsdp_tune.migrate.tools.flat_options import is_mixed, pack_texts
 from fsdp_tune.migrate.tools.long_rows import settle_long_rows
 from fsdp_tune.recipe.outcome import Fate, Path, Weight
-from fsdp_tune.recipe.read.tools import (
+from fsdp_tune.recipe.read.tool_detection import (
     ACCELERATE,
     AUTOMODEL,
     AXOLOTL,

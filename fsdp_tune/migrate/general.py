@@ -34,7 +34,7 @@ from fsdp_tune.migrate.rules import (
 )
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write, by_path, flattened
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES, settle, take_aliases, translate
-from fsdp_tune.recipe.read.tools import LLAMA_FACTORY, SWIFT
+from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY, SWIFT
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
 from fsdp_tune.recipe.schema.keys import all_keys
 from fsdp_tune.recipe.schema.kinds import is_jinja

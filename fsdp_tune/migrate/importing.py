@@ -30,7 +30,7 @@ from fsdp_tune.migrate.settling import ask_each, settle_all
 from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, llama_factory, soup, torchtune, unsloth
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
 from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
-from fsdp_tune.recipe.read.tools import (
+from fsdp_tune.recipe.read.tool_detection import (
     ACCELERATE,
     AUTOMODEL,
     AXOLOTL,

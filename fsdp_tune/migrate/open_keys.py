@@ -15,7 +15,7 @@ from fsdp_tune.migrate.rules import Inside, Rules
 from fsdp_tune.migrate.settling import settle_all
 from fsdp_tune.migrate.tools import unsloth
 from fsdp_tune.recipe.outcome import Fate, Path
-from fsdp_tune.recipe.read.tools import AXOLOTL, TORCHTUNE
+from fsdp_tune.recipe.read.tool_detection import AXOLOTL, TORCHTUNE
 
 _SAMPLES: tuple[Any, ...] = (2, "x", True, False, 0.5, ["x"])
 """Values with which a key is tried, to find out which keys of the recipe it sets."""

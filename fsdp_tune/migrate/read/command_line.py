@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.migrate.read.shell_script import ShellScript, Statement, Unexpanded
 from fsdp_tune.migrate.tool_keys import is_default_of
-from fsdp_tune.recipe.read.tools import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
+from fsdp_tune.recipe.read.tool_detection import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"
 """Keys under which the options of the launcher and the variables are in the account."""

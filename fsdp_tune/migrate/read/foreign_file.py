@@ -21,7 +21,7 @@ from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
-from fsdp_tune.recipe.read.tools import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
+from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
 
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\$[A-Za-z_]\w*$")

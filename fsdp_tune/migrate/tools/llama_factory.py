@@ -34,7 +34,7 @@ from fsdp_tune.migrate.rules import (
 )
 from fsdp_tune.migrate.tools.flat_options import MEDIA, method, unless_pretraining
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
-from fsdp_tune.recipe.read.tools import LLAMA_FACTORY
+from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY
 from fsdp_tune.recipe.synonyms import SYNONYMS, in_words
 
 INFO = "dataset_info.json"

@@ -11,7 +11,7 @@ from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import Ledger
 from fsdp_tune.migrate.rules import TRAIN, FileKey, Outcome, is_on
 from fsdp_tune.recipe.outcome import Fate, Path, Write
-from fsdp_tune.recipe.read.tools import AUTOMODEL, AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SOUP, SWIFT, TORCHTUNE, TRL, UNSLOTH
+from fsdp_tune.recipe.read.tool_detection import AUTOMODEL, AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SOUP, SWIFT, TORCHTUNE, TRL, UNSLOTH
 
 _OVERLONG: Path = ("data", "overlong")
 _DROP, _CUT, _SPLIT = "drop", "truncate", "split"
