@@ -24,10 +24,10 @@ from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import AccountRow, Ledger, Setting, without_places
 from fsdp_tune.migrate.open_keys import settle_computed
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
-from fsdp_tune.migrate.read.foreign_file import END, ForeignFile, named_values, read_foreign, take_unexpanded
+from fsdp_tune.migrate.read.foreign_file import END, MANIFEST, SBATCH, ForeignFile, named_values, read_foreign, take_unexpanded
 from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
 from fsdp_tune.migrate.settling import ask_each, settle_all
-from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, llama_factory, soup, torchtune, unsloth
+from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, jobs, llama_factory, soup, torchtune, unsloth
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
 from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
 from fsdp_tune.recipe.read.tool_detection import (
@@ -288,13 +288,14 @@ def import_file(
 def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
     rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    rules |= {SBATCH: jobs.sbatch, MANIFEST: jobs.manifest}
     rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
     return {**rules, **each(ignored, Drop("the tool does not read it"))}
 
 
 def options_of(path: FilePath) -> dict[str, Any]:
     """Return the options of a configuration, with those of the file that it names, without the launcher's. Raises: FsdpTuneError."""
-    aside = (LAUNCHER, ENVIRONMENT, "config")
+    aside = (LAUNCHER, ENVIRONMENT, SBATCH, MANIFEST, "config")
     return {name: value for name, value in read_foreign(path).values.items() if name not in aside}
 
 

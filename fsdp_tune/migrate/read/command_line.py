@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fsdp_tune.core.errors import usage_error
@@ -84,12 +85,14 @@ class ParsedCommand(NamedTuple):
     """None if the name of the program identifies none."""
 
 
-def command_in(text: str) -> ForeignCommand | None:
+def command_in(text: str, known: Mapping[str, str] = MappingProxyType({})) -> ForeignCommand | None:
     """Return the command of a shell script that starts a trainer, its variables first; None if there is none.
+
+    `known`: values of variables that the script does not bind.
 
     Raises: usage error for several.
     """
-    script = ShellScript(text)
+    script = ShellScript(text, known)
     found = [(statement, _without_marks(script.words(statement))) for statement in script.statements if not statement.is_assignment]
     found = [
         (statement, words)
@@ -107,7 +110,7 @@ def command_in(text: str) -> ForeignCommand | None:
     _check_end(script, statement, words)
     before, inner = _command_of_shell(words)
     if inner:
-        return _inside(before, inner, script, statement)
+        return _inside(before, inner, script, statement, known)
     words, unread = _without_loose_words(words)
     _check_method(words)
     inherited = {name: script.value(name, statement) for name in script.exported}
@@ -148,9 +151,9 @@ def _command_of_shell(words: list[str]) -> tuple[list[str], str]:
     return [], ""
 
 
-def _inside(before: list[str], text: str, script: ShellScript, statement: Statement) -> ForeignCommand | None:
+def _inside(before: list[str], text: str, script: ShellScript, statement: Statement, known: Mapping[str, str]) -> ForeignCommand | None:
     """Return the command in the text of `bash -c`, with the launcher and the variables outside of it."""
-    found = command_in(text)
+    found = command_in(text, known)
     if found is None:
         return None
     exported = [_joined(f"{name}=", script.value(name, statement)) for name in script.exported]

@@ -16,7 +16,9 @@ import yaml
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.values import is_mapping
 from fsdp_tune.migrate.ledger import Path as KeyPath
+from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
 from fsdp_tune.migrate.read.command_line import command_in, parse_command
+from fsdp_tune.migrate.read.engine_manifest import EngineManifest, manifest_in
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
@@ -27,6 +29,8 @@ from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compo
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\$[A-Za-z_]\w*$")
 """Text that a tool, or the shell, replaces before it is a value."""
 _YAML = (".yaml", ".yml")
+SBATCH, MANIFEST = "sbatch", "manifest"
+"""Keys under which the options of Slurm, and what the manifest of a container engine says of the launch, are in the account."""
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     """Read a file, and recognise its tool unless it is given. Raises: FsdpTuneError if it has no keys, or those of no tool."""
     notebook = shell_script(code_cells(read_text(path, most_bytes=MOST_BYTES), path)) if path.suffix == ".ipynb" else ""
     command = command_in(notebook) if notebook else None
+    options: dict[str, BatchOption] = {}
     is_command = command is not None and parse_command(command.words).tool is not None
     if path.suffix in SCRIPTS and not is_command:
         if tool not in (None, UNSLOTH):
@@ -61,11 +66,18 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
         script = read_script(read_text(path, most_bytes=MOST_BYTES), path)
         return ForeignFile(path, UNSLOTH, script.values, script.lines, {}, script.beside, script.computed, script.unread)
     text = notebook or read_text(path)
-    command = command if notebook else None if path.suffix in (*_YAML, ".json", ".toml") else command_in(text)
+    if not notebook and path.suffix not in (*_YAML, ".json", ".toml"):
+        command = command_in(text, variables(options := batch_options(text)))
+    manifest = manifest_in(text) if path.suffix in _YAML else None
+    if manifest is not None and (command := command_in(manifest.script, manifest.known)) is None:
+        raise _nothing_to_import(manifest, path)
     if command is not None:
         values, named = parse_command(command.words)
-        above = {(): command.comments}
-        found = ForeignFile(path, tool or named or "", values, above=above, unread=command.unread, written_file=command.written_file)
+        above: dict[KeyPath, list[str]] = {(): command.comments}
+        values |= {MANIFEST: {"machines": manifest.machines}} if manifest is not None and manifest.machines > 1 else {}
+        values |= {SBATCH: {name: option.value for name, option in options.items()}} if options else {}
+        lines: dict[KeyPath, int] = {(SBATCH, name): option.line for name, option in options.items()}
+        found = ForeignFile(path, tool or named or "", values, lines, above, unread=command.unread, written_file=command.written_file)
     elif path.suffix == ".json":
         found = ForeignFile(path, tool or "", _json(text, path))
     elif path.suffix == ".toml":
@@ -82,6 +94,14 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
         message = f"this is not recognised as the configuration of another trainer; keys that tell it: {tried(found.values)}"
         raise usage_error("unknown-foreign-file", message, hint=f"name the tool with `--from`: {names}", where=Where(str(path)))
     return found
+
+
+def _nothing_to_import(manifest: EngineManifest, path: Path) -> FsdpTuneError:
+    """Return the error of a manifest whose containers start no trainer."""
+    message = f"this is a manifest for {manifest.engine}, and none of its commands starts a trainer with options that can be read"
+    way = f"; `{manifest.way} RECIPE` writes such a manifest" if manifest.way else ""
+    hint = f"import the script or the configuration that its command names{way}"
+    return usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
 
 
 def take_unexpanded(values: dict[str, Any]) -> dict[KeyPath, str]:
