@@ -47,7 +47,7 @@ _DATASETS = {
 """Builders with a data set of their own (torchtune/datasets): its hub id."""
 _TRAINS_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
 """Builders that train the prompts too, unless `train_on_input` is false."""
-_BUILDERS = {"text_completion_dataset": "text", "instruct_dataset": "alpaca"}
+_BUILDERS = {"text_completion_dataset": "text"}
 _CHATS = {"chat_dataset": None, "slimorca_dataset": "sharegpt"}
 """Builders of chats: the style of their rows, None if `conversation_style` has it."""
 _STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "messages")}
@@ -179,14 +179,32 @@ def _set_builder(key: FileKey) -> Outcome:
     name, place = _last_name(key.value), key.place
     trains_all = name in _TRAINS_ALL and key.beside("train_on_input") is None and place[1] == "train"
     default = Also((*place, "loss_on"), "all", f"default of {name}", Weight.DEFAULT)
+    read: dict[Path, object] = {(*place, "columns"): columns} if (columns := _columns(key)) else {}
     outcome: Outcome = Drop("the columns of the rows decide the format")
     if name in _DATASETS and key.beside("source") is None:
-        outcome = Write({(*place, "path"): _DATASETS[name]})
-    elif name == "instruct_dataset" and not key.beside("column_map"):  # rows have `input` and `output`, for a chat of two messages
-        outcome = Write({(*place, "format"): "alpaca", (*place, "rename_columns", "input"): "instruction"})
+        outcome = Write({(*place, "path"): _DATASETS[name]} | read, _NO_OTHERS if read else "")
+    elif name == "instruct_dataset":  # a chat of two messages
+        names: dict[Path, object] = {} if key.beside("column_map") else {(*place, "rename_columns", "input"): "instruction"}
+        outcome = Write({(*place, "format"): "alpaca"} | read | names, _NO_OTHERS)
     elif _BUILDERS.get(name):
         outcome = Write({(*place, "format"): _BUILDERS[name]})
+    elif read:
+        outcome = Write(read, f"{_NO_OTHERS}; they decide the format")
     return [outcome, default] if trains_all else outcome
+
+
+_NO_OTHERS = "no other columns are read there"
+
+
+def _columns(key: FileKey) -> list[str]:
+    """Return the columns of the rows that a builder of chats reads; a recipe reads more where a row has them, as `system`."""
+    name, mapped = _last_name(key.value), as_mapping(key.beside("column_map"))
+    if name == "instruct_dataset":
+        return [str(mapped.get(content) or content) for content in ("input", "output")]
+    if name not in _CHATS:
+        return []
+    named = mapped.get("conversations") or mapped.get("messages") or key.beside("conversation_column")
+    return [str(named)] if named else ["conversations"] if _CHATS[name] else []
 
 
 def _style(key: FileKey) -> str | None:
