@@ -23,6 +23,7 @@ from fsdp_tune.migrate.completion import complete, name_model_and_data
 from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import AccountRow, Ledger, Setting, without_places
 from fsdp_tune.migrate.open_keys import settle_computed
+from fsdp_tune.migrate.quoted import read_quoted
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.migrate.read.foreign_file import END, MANIFEST, SBATCH, ForeignFile, named_values, read_foreign, take_unexpanded
 from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
@@ -270,9 +271,10 @@ def import_file(
     if num_gpus is not None and (both := said.get(completion.RANKS) or said.get(completion.RANKS[:1])) is not None:
         where, hint = both.where, "give one of them"
         raise usage_error("duplicate-key", f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too", hint=hint, where=where)
-    ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
     rules = _rules(found, ignored)
-    settle_computed(ledger, found.computed, rules)
+    unknown = {**found.computed, **read_quoted(found, rules)}
+    ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
+    settle_computed(ledger, unknown, rules)
     _include(ledger, found)
     settle_all(ledger, (), Inside(rules))
     ask_each(ledger, ())

@@ -33,7 +33,7 @@ def settle_computed(ledger: Ledger, computed: Mapping[Path, str], rules: Rules) 
     for path, words in computed.items():
         if (path[-1] in unsloth.OBJECTS and ledger.tool == python_script.TOOL) or not ledger.is_open(path):
             continue
-        tried = list(_tried(ledger, path, rules, _SAMPLES))
+        tried = list(trials(ledger, path, rules, _SAMPLES))
         reasons = {row.reason if row.fate is Fate.DROPPED else "" for each in tried for row in each.rows if row.path == path}
         if len(tried) == len(_SAMPLES) and len(reasons) == 1 and (reason := reasons.pop()):
             ledger.drop(path, reason)
@@ -76,11 +76,11 @@ def _is_about(ledger: Ledger, row: AccountRow, target: Path, default: Any, rules
 
 def _targets(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Path]:
     """Yield the keys of the recipe that a key of the file sets with one of the values."""
-    for tried in _tried(ledger, path, rules, values):
-        yield from tried.settings
+    for each in trials(ledger, path, rules, values):
+        yield from each.settings
 
 
-def _tried(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Ledger]:
+def trials(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Ledger]:
     """Yield the account of a file with this key alone, for each value that its rule takes."""
     for value in values:
         tree: Any = value
