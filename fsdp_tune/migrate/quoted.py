@@ -9,7 +9,7 @@ from fsdp_tune.migrate.ledger import Ledger, leaves
 from fsdp_tune.migrate.open_keys import trials
 from fsdp_tune.migrate.read.foreign_file import ForeignFile
 from fsdp_tune.migrate.rules import Rules
-from fsdp_tune.recipe.outcome import Path
+from fsdp_tune.recipe.outcome import Fate, Path
 from fsdp_tune.recipe.read.tool_detection import AXOLOTL, EXAMPLES, LLAMA_FACTORY, TORCHTUNE, TRL
 from fsdp_tune.recipe.schema.keys import field_at, field_words
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
@@ -59,7 +59,13 @@ def _takes(ledger: Ledger, path: Path, rules: Rules, text: str, plain: float) ->
     if any(type(value) is type(plain) and value == plain and _is_number(target) for target, value in _settings(as_plain)):
         return True
     other = next(trials(ledger, path, rules, (not plain,)), None) if isinstance(plain, bool) else None
-    return other is not None and dict(_settings(other)) != dict(_settings(as_plain))
+    return other is not None and _switched(other) != _switched(as_plain)
+
+
+def _switched(ledger: Ledger) -> tuple[list[Fate], dict[Path, object]]:
+    """Return what a boolean switches: the fates of the keys, and the settings other than the boolean itself."""
+    settings = {target: value for target, value in _settings(ledger) if str(value).lower() not in ("true", "false")}
+    return [row.fate for row in ledger.rows], settings
 
 
 def _settings(ledger: Ledger) -> Iterator[tuple[Path, object]]:

@@ -18,7 +18,8 @@ per_device_train_batch_size: "4"
 gradient_checkpointing: "false"
 use_peft: "true"
 lora_r: "8"
-run_name: "2024"
+run_name: "false"
+model_revision: "1.0"
 dataset_config: "20220301"
 """
 AXOLOTL = """\
@@ -43,7 +44,8 @@ CONVERTED: dict[str, tuple[str, dict[str, Any]]] = {
             "training.per_device_train_batch_size": 4,
             "lora.r": 8,
             "fsdp.activation_checkpointing": "none",
-            "name": "2024",
+            "name": "false",
+            "model.revision": "1.0",
         },
     ),
     "axolotl": (
