@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from fsdp_tune.core.command import Only, Option, ProfiledSteps, Target, declared, parse_profile
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.recipe.read.tools import OptionName
+from fsdp_tune.recipe.read.tool_detection import OptionName
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 LoadedDtype = Literal["auto", "fp32", "bf16", "fp16"]

@@ -7,19 +7,16 @@ from typing import Any
 
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.core.units import enumerated
-from fsdp_tune.migrate.general import (
-    TRAIN,
-    Rules,
-    is_on,
-)
-from fsdp_tune.migrate.ledger import DEFAULT_OF, AccountRow, Fate, Ledger, Path, Weight
+from fsdp_tune.migrate.ledger import DEFAULT_OF, AccountRow, Ledger
 from fsdp_tune.migrate.open_keys import is_asked, leave_open
 from fsdp_tune.migrate.read import python_script
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
+from fsdp_tune.migrate.rules import TRAIN, Rules, is_on
 from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, soup, torchtune, unsloth
 from fsdp_tune.migrate.tools.flat_options import is_mixed, pack_texts
 from fsdp_tune.migrate.tools.long_rows import settle_long_rows
-from fsdp_tune.recipe.read.tools import (
+from fsdp_tune.recipe.outcome import Fate, Path, Weight
+from fsdp_tune.recipe.read.tool_detection import (
     ACCELERATE,
     AUTOMODEL,
     AXOLOTL,

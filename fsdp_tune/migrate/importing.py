@@ -17,16 +17,21 @@ import yaml
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.core.units import ScalarError, parse_plain, printable
+from fsdp_tune.core.values import as_list, as_mapping, is_list
 from fsdp_tune.migrate import completion
 from fsdp_tune.migrate.completion import complete, name_model_and_data
-from fsdp_tune.migrate.general import Rule, Rules, ask_each, leave, same, section, settle_all, settle_by_name
-from fsdp_tune.migrate.ledger import AccountRow, Fate, Ledger, Path, Setting, without_places
+from fsdp_tune.migrate.general import by_name
+from fsdp_tune.migrate.ledger import AccountRow, Ledger, Setting, without_places
 from fsdp_tune.migrate.open_keys import settle_computed
+from fsdp_tune.migrate.quoted import read_quoted
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
-from fsdp_tune.migrate.read.foreign_file import END, ForeignFile, named_values, read_foreign, take_unexpanded
-from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, llama_factory, soup, torchtune, unsloth
+from fsdp_tune.migrate.read.foreign_file import END, MANIFEST, SBATCH, ForeignFile, named_values, read_foreign, take_unexpanded
+from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
+from fsdp_tune.migrate.settling import ask_each, settle_all
+from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, jobs, llama_factory, soup, torchtune, unsloth
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
 from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
-from fsdp_tune.recipe.read.tools import (
+from fsdp_tune.recipe.read.tool_detection import (
     ACCELERATE,
     AUTOMODEL,
     AXOLOTL,
@@ -88,24 +93,24 @@ def _comment(words: list[str]) -> list[str]:
     return [f"# {mask_text(printable(line))}" if line else "#" for line in words]
 
 
-def _tree(ledger: Ledger) -> dict[str, Any]:
+def _tree(ledger: Ledger) -> dict[str, object]:
     """Return the settings as mappings and lists, with a `Setting` for each value."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, object] = {}
     for target in sorted(ledger.settings, key=len):
         setting = ledger.settings[target]
         if setting.value == {} and any(other[: len(target)] == target for other in ledger.settings if other != target):
             continue
-        holder: Any = tree
+        holder: object = tree
         for part, following in zip(target, (*target[1:], None), strict=True):
-            default: Any = setting if following is None else [] if isinstance(following, int) else {}
+            default: object = setting if following is None else [] if isinstance(following, int) else {}
             holder = _child(holder, part, default)
     return tree
 
 
-def _child(holder: object, part: str | int, default: Any) -> Any:
+def _child(holder: object, part: str | int, default: object) -> object:
     if isinstance(part, str):
-        return cast("dict[str, Any]", holder).setdefault(part, default)
-    items = cast("list[Any]", holder)
+        return cast("dict[str, object]", holder).setdefault(part, default)
+    items = cast("list[object]", holder)
     while len(items) <= part:
         items.append({})
     return items[part]
@@ -121,22 +126,20 @@ class _Comments:
         self._explained: set[int] = set()
         """Rows whose reason stands beside another value already."""
 
-    def entry(self, target: Path, node: Any, indent: int) -> Iterator[str]:
+    def entry(self, target: Path, node: object, indent: int) -> Iterator[str]:
         space, key = "  " * indent, _key(str(target[-1]))
         if isinstance(node, Setting):
             above, beside = self._of(node)
             yield from (f"{space}{line}" for line in _comment(above))
             yield f"{space}{key}: {scalar(node.value)}  # {beside}"
-        elif isinstance(node, dict):
-            yield f"{space}{key}:"
-            for name, inner in cast("dict[str, Any]", node).items():
-                yield from self.entry((*target, name), inner, indent + 1)
-        else:
-            yield f"{space}{key}:"
-            for index, item in enumerate(cast("list[Any]", node)):
-                yield from self._item((*target, index), cast("Mapping[str, Any]", item), indent)
+            return
+        yield f"{space}{key}:"
+        for name, inner in as_mapping(node).items():
+            yield from self.entry((*target, name), inner, indent + 1)
+        for index, item in enumerate(as_list(node)):
+            yield from self._item((*target, index), item, indent)
 
-    def _item(self, target: Path, item: Mapping[str, Any], indent: int) -> Iterator[str]:
+    def _item(self, target: Path, item: Mapping[str, object], indent: int) -> Iterator[str]:
         """An entry of a list: its first key has the dash."""
         lines = [line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)]
         space = "  " * (indent + 1)
@@ -176,7 +179,7 @@ def _key(name: str) -> str:
     return scalar(name)
 
 
-def scalar(value: Any) -> str:
+def scalar(value: object) -> str:
     """Return a value on one line of YAML, which reads back as the same value by the rules of a recipe."""
     if isinstance(value, str):
         text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
@@ -185,13 +188,13 @@ def scalar(value: Any) -> str:
         except ScalarError:
             is_same = False
         return text if is_same and text.isprintable() else yaml.safe_dump(value, default_style='"', width=10**6).strip()
-    if isinstance(value, list):
-        return f"[{', '.join(_inner(item) for item in cast('list[Any]', value))}]"
+    if is_list(value):
+        return f"[{', '.join(_inner(item) for item in value)}]"
     text = yaml.safe_dump(value, width=10**6, default_flow_style=True, sort_keys=False).strip()
     return text.removesuffix("...").strip()
 
 
-def _inner(value: Any) -> str:
+def _inner(value: object) -> str:
     """Return an entry of a list in brackets, where a comma or a bracket needs quotes."""
     text = scalar(value)
     is_plain = isinstance(value, str) and not text.startswith(('"', "'"))
@@ -268,11 +271,12 @@ def import_file(
     if num_gpus is not None and (both := said.get(completion.RANKS) or said.get(completion.RANKS[:1])) is not None:
         where, hint = both.where, "give one of them"
         raise usage_error("duplicate-key", f"`--num-gpus {num_gpus}` sets `{dotted(completion.RANKS)}` too", hint=hint, where=where)
-    ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
     rules = _rules(found, ignored)
-    settle_computed(ledger, found.computed, rules)
+    unknown = {**found.computed, **read_quoted(found, rules)}
+    ledger = Ledger(found.values, found.lines, found.tool, templates, {target: each.value for target, each in said.items()})
+    settle_computed(ledger, unknown, rules)
     _include(ledger, found)
-    settle_all(ledger, (), rules)
+    settle_all(ledger, (), Inside(rules))
     ask_each(ledger, ())
     complete(ledger, num_gpus, rules)
     for words in found.unread:
@@ -286,13 +290,14 @@ def import_file(
 def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
     rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    rules |= {SBATCH: jobs.sbatch, MANIFEST: jobs.manifest}
     rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
-    return rules | dict.fromkeys(ignored, leave("the tool does not read it"))
+    return {**rules, **each(ignored, Drop("the tool does not read it"))}
 
 
 def options_of(path: FilePath) -> dict[str, Any]:
     """Return the options of a configuration, with those of the file that it names, without the launcher's. Raises: FsdpTuneError."""
-    aside = (LAUNCHER, ENVIRONMENT, "config")
+    aside = (LAUNCHER, ENVIRONMENT, SBATCH, MANIFEST, "config")
     return {name: value for name, value in read_foreign(path).values.items() if name not in aside}
 
 
@@ -317,7 +322,7 @@ def _refuse_other_training(found: ForeignFile) -> None:
     }.get(found.tool, {})
     wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
     wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
-    for name, kind in [each for each in wrong if (each[0],) not in found.computed][:1]:
+    for name, kind in [pair for pair in wrong if (pair[0],) not in found.computed][:1]:
         where = Where(str(found.path), found.lines.get((name,)), key=name)
         given = f": {values[name]}" if isinstance(values[name], str) else ""
         message = f"`{name}{given}` of {found.tool}: this release has no {kind}"
@@ -334,76 +339,60 @@ def _include(ledger: Ledger, found: ForeignFile) -> None:
     for key in named:
         named_file = named_values(found, ledger.value(*key))
         if named_file is not None:
-            ledger.include(key, named_file[1])
+            ledger.include(key, named_file.values)
     if found.tool == LLAMA_FACTORY:
         llama_factory.include_info(ledger, found.path.parent)
 
 
 def _file(rules: Rules, otherwise: Rule) -> Rule:
     """Return a rule for the name of a file, in whose place its keys are if it was found."""
-
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        if isinstance(value, dict):
-            settle_all(ledger, path, rules)
-        else:
-            otherwise(ledger, path, value)
-
-    return rule
+    return lambda key: Inside(rules) if isinstance(key.value, dict) else outcome_of(otherwise, key)
 
 
-def _not_found(ledger: Ledger, path: Path, value: object) -> None:
-    ledger.ask(path, f"`{value}` was not found here: `fsdp-tune import {value}` reads it")
+def _not_found(key: FileKey) -> Outcome:
+    return Ask(f"`{key.value}` was not found here: `fsdp-tune import {key.value}` reads it")
 
 
 def _named(file: FilePath | None) -> Rule:
     """Return a rule for the name of the file of options, and for its keys that the command gives too."""
 
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        if isinstance(value, dict):
-            settle_all(ledger, path, dict.fromkeys(cast("dict[str, Any]", value), leave("the command gives it too, and comes first")))
-        elif file is not None:
-            ledger.drop(path, "its keys are read")
-        else:
-            _not_found(ledger, path, value)
+    def rule(key: FileKey) -> Outcome:
+        if isinstance(key.value, dict):
+            return Inside(each(tuple(key.mapping), Drop("the command gives it too, and comes first")))
+        return _not_found(key) if file is None else Drop("its keys are read")
 
     return rule
 
 
-def _deepspeed(ledger: Ledger, path: Path, value: Any) -> None:
-    own = RULES[ledger.tool].get("deepspeed")
-    if isinstance(value, dict):
-        settle_all(ledger, path, accelerate_config.DEEPSPEED_RULES)
-    elif own is not None:
-        own(ledger, path, value)
-    else:
-        settle_by_name(ledger, path, value)
+def _deepspeed(key: FileKey) -> Outcome:
+    own = RULES[key.tool].get("deepspeed", by_name)
+    return Inside(accelerate_config.DEEPSPEED_RULES) if isinstance(key.value, dict) else outcome_of(own, key)
 
 
-def _variable(ledger: Ledger, path: Path, value: object) -> None:
+def _variable(key: FileKey) -> Outcome:
     """A variable of the environment that ranks get too."""
-    ledger.write(path, {("launch", "env", str(path[-1])): str(value)}, Fate.KEPT)
+    return Write({("launch", "env", key.name): str(key.value)}, fate=Fate.KEPT)
 
 
 _VARIABLES: Rules = {
-    **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), leave("set it where `fsdp-tune train` starts")),
+    **each(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), Drop("set it where `fsdp-tune train` starts")),
     "NPROC_PER_NODE": same("launch.num_processes"),
     "NNODES": same("launch.num_machines"),
-    "NODE_RANK": leave("each machine runs the same command"),
+    "NODE_RANK": Drop("each machine runs the same command"),
     "MASTER_ADDR": same("launch.main_process_ip"),
     "MASTER_PORT": same("launch.main_process_port"),
-    "FORCE_TORCHRUN": leave("`fsdp-tune train` starts the ranks"),
-    "ACCELERATE_LOG_LEVEL": leave("each rank writes its own log file"),
+    "FORCE_TORCHRUN": Drop("`fsdp-tune train` starts the ranks"),
+    "ACCELERATE_LOG_LEVEL": Drop("each rank writes its own log file"),
     "OMP_NUM_THREADS": same("launch.num_cpu_threads_per_process"),
-    "TOKENIZERS_PARALLELISM": leave("rows are tokenised by processes of `data.num_proc`"),
+    "TOKENIZERS_PARALLELISM": Drop("rows are tokenised by processes of `data.num_proc`"),
 }
 
 
-def _environment(ledger: Ledger, path: Path, value: Any) -> None:
+def _environment(key: FileKey) -> Outcome:
     """Set each variable without a rule for the ranks: a variable has no other meaning by its name."""
-    if not isinstance(value, dict):
-        ledger.ask(path, "it is not a mapping of variables")
-        return
-    settle_all(ledger, path, {name: _VARIABLES.get(name, _variable) for name in cast("dict[str, Any]", value)})
+    if not isinstance(key.value, dict):
+        return Ask("it is not a mapping of variables")
+    return Inside({name: _VARIABLES.get(name, _variable) for name in key.mapping})
 
 
 _LAUNCHER: Rules = {

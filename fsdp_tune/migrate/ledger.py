@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_values
+from fsdp_tune.core.values import is_list, is_mapping
 from fsdp_tune.migrate.tool_keys import is_default_of
+from fsdp_tune.recipe.outcome import Fate, Path, Settings, Weight, by_path, flattened
 from fsdp_tune.recipe.schema.keys import default_at, dotted, has_default
 
-Path = tuple[str | int, ...]
 _PLACE = re.compile(r" \([^()]* on line \d+[^()]*\)| on line \d+")
 _HUB_TOKENS = frozenset({"hub_token", "hf_token", "token", "HF_TOKEN"})
 _TOKENS = _HUB_TOKENS | {"wandb_api_key", "swanlab_api_key", "api_key", "WANDB_API_KEY"}
@@ -25,26 +25,6 @@ _HUB_LOGIN = "HF_TOKEN, or log in with `hf auth login`"
 
 DEFAULT_OF = "the default of"
 """Beginning of the reason of a key that says what the tool does without it."""
-
-
-class Fate(StrEnum):
-    """What became of a key of the other tool."""
-
-    KEPT = "kept"
-    CONVERTED = "converted"
-    COMPUTED = "computed"
-    QUESTION = "question"
-    DROPPED = "dropped"
-
-
-class Weight(StrEnum):
-    """How strongly a value is meant; of two values for one key the stronger is written."""
-
-    DEFAULT = "default"
-    """What the other tool does where its file says nothing."""
-    IMPLIED = "implied"
-    """Follows from a key about something else: an adapter has a rank."""
-    GIVEN = "given"
 
 
 _ORDER = list(Weight)
@@ -94,26 +74,29 @@ class Setting:
 
 def leaves(value: object, path: Path = ()) -> Iterator[Path]:
     """Return the path of each value: a scalar, an empty mapping or list, or a list of scalars."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in cast("Mapping[str, Any]", value).items():
+    if is_mapping(value) and value:
+        for name, inner in value.items():
             yield from leaves(inner, (*path, name))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in cast("list[Any]", value)):
-        for index, item in enumerate(cast("list[Any]", value)):
+    elif is_list(value) and any(isinstance(item, dict | list) for item in value):
+        for index, item in enumerate(value):
             yield from leaves(item, (*path, index))
     else:
         yield path
 
 
-def flattened(tree: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Return each key of a part of a recipe with its value; keys of mappings and of lists of mappings are keys of their own."""
-    if isinstance(tree, dict) and tree:
-        for name, inner in cast("dict[str, Any]", tree).items():
-            yield from flattened(inner, (*path, name))
-    elif isinstance(tree, list) and tree and all(isinstance(item, dict) and item != {} for item in cast("list[Any]", tree)):
-        for index, item in enumerate(cast("list[Any]", tree)):
-            yield from flattened(item, (*path, index))
-    else:
-        yield path, tree
+class LedgerView(Protocol):
+    """What a rule reads of an account; it has nothing to write with."""
+
+    @property
+    def tool(self) -> str: ...
+    @property
+    def templates(self) -> Collection[str]: ...
+    @property
+    def settings(self) -> Mapping[Path, Setting]: ...
+    def value(self, *path: str | int) -> Any: ...
+    def get(self, *target: str | int) -> Any: ...
+    def has_answer(self, target: Path) -> bool: ...
+    def decided(self, target: Path, of_the_file: Any) -> Any: ...
 
 
 class Ledger:
@@ -146,9 +129,9 @@ class Ledger:
         found: Any = self.values
         for part in path:
             if isinstance(found, dict):
-                found = cast("dict[Any, Any]", found).get(part)
-            elif isinstance(found, list) and isinstance(part, int) and part < len(cast("list[Any]", found)):
-                found = cast("list[Any]", found)[part]
+                found = cast("dict[object, Any]", found).get(part)
+            elif is_list(found) and isinstance(part, int) and part < len(found):
+                found = found[part]
             else:
                 return None
         return found
@@ -172,7 +155,7 @@ class Ledger:
     def write(
         self,
         path: Path,
-        settings: Mapping[str, Any] | Mapping[Path, Any] | Mapping[str | Path, Any],
+        settings: Settings,
         fate: Fate,
         reason: str = "",
         *,
@@ -186,9 +169,7 @@ class Ledger:
         if _is_secret(path, self.value(*path)):
             self.drop(path, "")
             return
-        found = [
-            each for key, value in settings.items() for each in flattened(value, tuple(key.split(".")) if isinstance(key, str) else key)
-        ]
+        found = list(by_path(settings))
         clash = next(filter(None, (self._clash(target, value, weight) for target, value in found)), None)
         if clash is not None:
             words = f"`{dotted(clash)}` has another value from `{self._at_or_below(clash).origins[0]}`"

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.migrate.general import Rules, settle_all
-from fsdp_tune.migrate.ledger import AccountRow, Fate, Ledger, Path
+from fsdp_tune.migrate.ledger import AccountRow, Ledger
 from fsdp_tune.migrate.read import python_script
+from fsdp_tune.migrate.rules import Inside, Rules
+from fsdp_tune.migrate.settling import settle_all
 from fsdp_tune.migrate.tools import unsloth
-from fsdp_tune.recipe.read.tools import AXOLOTL, TORCHTUNE
+from fsdp_tune.recipe.outcome import Fate, Path
+from fsdp_tune.recipe.read.tool_detection import AXOLOTL, TORCHTUNE
 
 _SAMPLES: tuple[Any, ...] = (2, "x", True, False, 0.5, ["x"])
 """Values with which a key is tried, to find out which keys of the recipe it sets."""
@@ -31,7 +33,7 @@ def settle_computed(ledger: Ledger, computed: Mapping[Path, str], rules: Rules) 
     for path, words in computed.items():
         if (path[-1] in unsloth.OBJECTS and ledger.tool == python_script.TOOL) or not ledger.is_open(path):
             continue
-        tried = list(_tried(ledger, path, rules, _SAMPLES))
+        tried = list(trials(ledger, path, rules, _SAMPLES))
         reasons = {row.reason if row.fate is Fate.DROPPED else "" for each in tried for row in each.rows if row.path == path}
         if len(tried) == len(_SAMPLES) and len(reasons) == 1 and (reason := reasons.pop()):
             ledger.drop(path, reason)
@@ -74,11 +76,11 @@ def _is_about(ledger: Ledger, row: AccountRow, target: Path, default: Any, rules
 
 def _targets(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Path]:
     """Yield the keys of the recipe that a key of the file sets with one of the values."""
-    for tried in _tried(ledger, path, rules, values):
-        yield from tried.settings
+    for each in trials(ledger, path, rules, values):
+        yield from each.settings
 
 
-def _tried(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Ledger]:
+def trials(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Ledger]:
     """Yield the account of a file with this key alone, for each value that its rule takes."""
     for value in values:
         tree: Any = value
@@ -86,7 +88,7 @@ def _tried(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) ->
             tree = [*({} for _ in range(part)), tree] if isinstance(part, int) else {part: tree}
         tried = Ledger(tree, {}, ledger.tool, ledger.templates)
         try:
-            settle_all(tried, (), rules)
+            settle_all(tried, (), Inside(rules))
         except (AttributeError, TypeError, ValueError, LookupError, AssertionError, FsdpTuneError):
             continue  # the rule needs other keys, or another kind of value
         yield tried

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.recipe.read.tools import EXAMPLES, LLAMA_FACTORY, TRL
+from fsdp_tune.recipe.read.tool_detection import EXAMPLES, LLAMA_FACTORY, TRL
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
 
 _OF_THE_TRAINER = frozenset({TRL, LLAMA_FACTORY, EXAMPLES})

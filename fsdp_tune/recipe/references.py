@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 from pydantic import ValidationError
 
@@ -294,11 +294,19 @@ def _described(kind: Kind, point: EntryPoint) -> Extension:
     return Extension(kind, point.name, point.value, point.dist.name, point.dist.version)
 
 
-def named_extensions(recipe: Recipe) -> list[tuple[str, Kind, str]]:
-    """Return (key, kind, name) of each extension in the recipe."""
+class NamedExtension(NamedTuple):
+    key: str
+    """Of the recipe."""
+    kind: Kind
+    name: str
+
+
+def named_extensions(recipe: Recipe) -> list[NamedExtension]:
+    """Return each extension that the recipe names."""
     lists: tuple[tuple[Kind, list[str]], ...] = (("callbacks", recipe.extensions.callbacks), ("metrics", recipe.extensions.metrics))
-    named: list[tuple[str, Kind, str]] = [(f"extensions.{kind}[{i}]", kind, name) for kind, names in lists for i, name in enumerate(names)]
-    return [*named, *((f"{key}.loader", "loaders", entry.loader) for key, entry in recipe.data.sources if entry.loader is not None)]
+    named = [NamedExtension(f"extensions.{kind}[{i}]", kind, name) for kind, names in lists for i, name in enumerate(names)]
+    sources = [(f"{key}.loader", entry.loader) for key, entry in recipe.data.sources if entry.loader is not None]
+    return [*named, *(NamedExtension(key, "loaders", name) for key, name in sources)]
 
 
 def find_extensions(recipe: Recipe) -> list[Extension]:

@@ -1,33 +1,24 @@
 """Names of recipe keys in other trainers: the key here, and what to write for the value that is given.
 
-The hint of an unknown key says it in words (`Advice.words`), and `fsdp-tune import` writes it (`Advice.tree`). Each conversion states how
+The hint of an unknown key has it in words, and `fsdp-tune import` writes it. Each conversion is a function of a value, which states how
 unit or sense differ. A test runs each name with a value, and loads what its hint proposes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import yaml
 
 from fsdp_tune.core.units import printable
+from fsdp_tune.core.values import is_list, is_mapping
+from fsdp_tune.recipe.outcome import Ask, Drop, Write
 
 _SHOWN_CHARACTERS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """What a recipe has in place of a key of another tool."""
-
-    words: str
-    """The rest of a hint, mostly "write `KEY: VALUE`"."""
-    tree: dict[str, Any] | None = None
-    """The same as a part of a recipe. {}: the key is left out. None: a person has to decide, by the words."""
-
-
-Converter = Callable[[Any], Advice]
+Outcome = Write | Ask | Drop
+Convert = Callable[[Any], Outcome]
 """From a value in the other tool."""
 
 
@@ -39,7 +30,7 @@ class Synonym:
     """Dotted, without list indexes; under `training.` also a field of TrainingArguments."""
     example: str | None = None
     """Example to write, if the form of the value differs too."""
-    convert: Converter | None = None
+    convert: Convert | Drop | None = None
     """None: the same value, or the example where there is one."""
 
     def hint(self, name: str, value: Any) -> str:
@@ -47,20 +38,35 @@ class Synonym:
         known = f"`{name}` of {self.tool} is `{self.key}` here" if self.tool else f"it is `{self.key}` here"
         if value is None and not self.example:
             return known
-        return f"{known}: {self.advice(value).words}"
+        return f"{known}: {in_words(self.outcome(value))}"
 
-    def advice(self, value: Any) -> Advice:
-        """Return what to write for a value. Where only an example is known, a person has to decide."""
-        if self.example and (value is None or self.convert is None or isinstance(cast("object", value), Mapping)):
-            return Advice(f"write `{self.example}`")
-        return self.convert(value) if self.convert is not None else _write(self.key, value)
+    def outcome(self, value: Any) -> Outcome:
+        """Return what becomes of a value. Where only an example is known, a person has to decide."""
+        if self.example and (value is None or self.convert is None or isinstance(value, Mapping)):
+            return Ask(f"write `{self.example}`", self.key)
+        if isinstance(self.convert, Drop):
+            return self.convert
+        found = self.convert(value) if self.convert is not None else _write(self.key, value)
+        return replace(found, near=self.key) if isinstance(found, Ask) else found
 
 
-def nested(key: str, value: Any) -> dict[str, Any]:
+def in_words(outcome: Outcome) -> str:
+    """Return an outcome as the rest of a hint."""
+    match outcome:
+        case Ask():
+            return outcome.words
+        case Drop():
+            return f"leave it out: {outcome.reason}"
+        case Write():
+            lines = "` and `".join(written(str(key), value) for key, value in outcome.settings.items())
+            return f"write `{lines}`{f', {outcome.reason}' if outcome.reason else ''}"
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
     """Return a dotted key and its value as a part of a recipe; entries of `data.train` are a list."""
     tree: Any = value
     for part in reversed(key.split(".")):
-        tree = cast("Any", {part: [tree] if part == "train" and isinstance(tree, dict) else tree})
+        tree = {part: [tree] if part == "train" and is_mapping(tree) else tree}
     return tree
 
 
@@ -72,95 +78,84 @@ def written(key: str, value: object) -> str:
     return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"
 
 
-def _write(key: str, value: Any) -> Advice:
-    return Advice(f"write `{written(key, value)}`", nested(key, value))
+def _write(key: str, value: object) -> Write:
+    return Write(nested(key, value))
 
 
-def _lines(lines: str) -> Advice:
-    """Return the advice to write lines of YAML, with "` and `" between them."""
-    tree: dict[str, Any] = {}
-    for line in lines.split("` and `"):
-        tree |= yaml.safe_load(line)
-    return Advice(f"write `{lines}`", tree)
-
-
-def _leave(words: str) -> Converter:
-    """Return a converter of a key that is left out: `words` say why."""
-    return lambda value: Advice(f"leave it out{words.format(value=printable(str(value)))}", {})
-
-
-def _as(key: str, change: Callable[[Any], Any]) -> Converter:
+def _as(key: str, change: Callable[[Any], object]) -> Convert:
     """Return a converter that writes the changed value."""
     return lambda value: _write(key, change(value))
 
 
-def _say(words: str) -> Converter:
+def _ask(words: str) -> Convert:
     """Return a converter for a value in another unit that needs a number which is not here: `words` have the formula."""
-    return lambda value: Advice(words.format(value=printable(str(value))))
+    return lambda value: Ask(words.format(value=printable(str(value))))
 
 
-def _cases(key: str, cases: Mapping[str, Any], other: str) -> Converter:
-    """Return a converter for values by name; `other` is said of the rest, and None means that the key is left out."""
+_THE_SAME = Drop("without the key it is the same")
 
-    def convert(value: object) -> Advice:
+
+def _cases(key: str, cases: Mapping[str, object], other: str | Drop) -> Convert:
+    """Return a converter for values by name: a value here, keys of a recipe, or an outcome. `other`: the words for the rest."""
+
+    def convert(value: object) -> Outcome:
         name = printable(str(value)).lower()
         if name not in cases:
-            return Advice(other.format(value=name), {} if other.startswith("leave it out") else None)
+            return other if isinstance(other, Drop) else Ask(other.format(value=name))
         found = cases[name]
-        if found is None:
-            return Advice("leave it out, which is the same as that value", {})
-        return _lines(found) if isinstance(found, str) and ": " in found else _write(key, found)
+        return found if isinstance(found, Write | Drop) else _write(key, found)
 
     return convert
 
 
-def _switch(key: str, on: Any, off: Any = None) -> Converter:
+def _switch(key: str, on: object, off: object = _THE_SAME) -> Convert:
     return _cases(key, {"true": on, "false": off, "1": on, "0": off, "yes": on, "no": off}, "`{value}` is neither true nor false")
 
 
-def _names(value: Any) -> list[Any]:
+def _names(value: object) -> list[Any]:
     """Return a list from one, or from names with commas between them."""
-    return list(cast("list[Any]", value)) if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
+    return list(value) if is_list(value) else [part.strip() for part in str(value).split(",")]
 
 
-def _held_out(value: Any) -> Advice:
+def _held_out(value: object) -> Outcome:
     """Convert a size of a held-out part: below 1 a share of the rows, else a number of rows; 0 is none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if value == 0:
-            return Advice("leave it out, which evaluates nothing", {})
+            return Drop("without the key nothing is evaluated")
         return _write("data.eval", {"fraction": value} if value < 1 else {"rows": int(value)})
-    return Advice(f"write `{_HELD_OUT}`")
+    return Ask(f"write `{_HELD_OUT}`")
 
 
-def _per_epoch(key: str) -> Converter:
+def _per_epoch(key: str) -> Convert:
     """Convert a number of events in an epoch: here, below 1, the interval is a share of all steps."""
+    strategy = key.replace("_steps", "_strategy")
 
-    def convert(value: Any) -> Advice:
+    def convert(value: object) -> Outcome:
         if value == 0:
-            return _write(key.replace("_steps", "_strategy"), "no")
+            return _write(strategy, "no")
         if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-            return Advice(f"write `{written(key, 0.5)}` for two in all: below 1 it is a share of all steps")
+            return Ask(f"write `{written(key, 0.5)}` for two in all: below 1 it is a share of all steps")
         if value <= 1:
-            return _write(key.replace("_steps", "_strategy"), "epoch")
+            return _write(strategy, "epoch")
         share = round(1 / value, 4)
-        return Advice(f"{_write(key, share).words} for one epoch; with more, {share} / epochs: below 1 it is a share of all steps")
+        return Ask(f"write `{written(key, share)}` for one epoch; with more, {share} / epochs: below 1 it is a share of all steps")
 
     return convert
 
 
-def _sources(value: Any) -> list[Any]:
+def _sources(value: object) -> list[Any]:
     """Return sources from entries of other tools: their paths, with names of configurations and splits."""
     kept = ("path", "name", "split", "data_files")
-    entries = [cast("dict[str, Any]", each) if isinstance(each, dict) else {"path": str(each)} for each in _names(value)]
+    entries = [each if is_mapping(each) else {"path": str(each)} for each in _names(value)]
     return [{key: entry[key] for key in kept if key in entry} or {"path": "NAME"} for entry in entries]
 
 
-def _source(name: str) -> Converter:
+def _source(name: str) -> Convert:
     """Return a converter to a key of the entries of `data.train`."""
     return lambda value: _write("data.train", ({} if name == "path" else {"path": "NAME"}) | {name: value})
 
 
-def _column(name: str) -> Converter:
+def _column(name: str) -> Convert:
     return lambda value: _write("data.train", {"path": "NAME", "rename_columns": {str(value): name}})
 
 
@@ -170,6 +165,8 @@ _MICRO_BATCH = "training.per_device_train_batch_size"
 _LINEAR = "lora: {target_modules: all-linear}"
 _SMALL_SCALES = "quantization: {load: nf4, scales: bf16}"
 _NF4 = "quantization: {load: nf4}"
+_TO_NF4 = Write({"quantization": {"load": "nf4"}})
+_TO_SMALL_SCALES = Write({"quantization": {"load": "nf4", "scales": "bf16"}})
 _SLICED_MLP = "kernels: {mlp_slice_tokens: 16384}"
 _YARN = "model: {rope_scaling: {rope_type: yarn, factor: 4.0}}"
 _PROMPTS = "data: {loss_on: completion}"
@@ -183,20 +180,20 @@ _DTYPES = {
 _ATTENTION = {
     **dict.fromkeys(("fa2", "flash_attention_2", "flash_attn", "true"), "flash_attention_2"),
     **dict.fromkeys(("disabled", "eager"), "eager"),
-    **dict.fromkeys(("auto", "false"), None),
+    **dict.fromkeys(("auto", "false"), _THE_SAME),
     "fa3": "flash_attention_3",
     "sdpa": "sdpa",
 }
 _KERNEL = "write the kernel as `model: {{attn_implementation: …}}`: auto, sdpa, flash_attention_2, eager"
-_NOT_PISSA = "leave it out: adapters that change the base (PiSSA, OLoRA, CorDA) are not supported"
+_NOT_PISSA = Drop("adapters that change the base (PiSSA, OLoRA, CorDA) are not supported")
 _RECOMPUTE = "fsdp.activation_checkpointing"
-_QLORA = f"lora: {{r: 16}}` and `{_NF4}"
+_QLORA = Write({"lora": {"r": 16}, "quantization": {"load": "nf4"}})
 _NO_ADAPTER = "`{value}` is not one of lora and qlora, which are `lora: {{r: 16}}` and `quantization: {{load: nf4}}`"
 _NO_DTYPE = "`{value}` is not one of no, bf16, fp16 and fp8"
 _MIXES = {
-    "concat": None,
-    "interleave_under": "data: {mixture: {stopping_strategy: first_exhausted}}",
-    "interleave_over": "data: {mixture: {stopping_strategy: all_exhausted}}",
+    "concat": _THE_SAME,
+    "interleave_under": {"stopping_strategy": "first_exhausted"},
+    "interleave_over": {"stopping_strategy": "all_exhausted"},
 }
 _NO_MIX = "write `data: {{mixture: {{stopping_strategy: all_exhausted}}}}`, and a `weight` for each source"
 _SLICES = (
@@ -209,23 +206,23 @@ _NO_STAGE = "it is one of FULL_SHARD (ZeRO 3), SHARD_GRAD_OP (ZeRO 2), HYBRID_SH
 _attention = _cases("model.attn_implementation", _ATTENTION, _KERNEL)
 
 
-def _roles(value: Any) -> Advice:
+def _roles(value: object) -> Outcome:
     names = _names(value)
     if names == ["assistant"] or names == ["gpt"]:
         return _write("data.loss_on", "assistant")
-    return Advice("write `data: {loss_on: all}` for all roles; single ones other than the assistant by a `train` in their messages")
+    return Ask("write `data: {loss_on: all}` for all roles; single ones other than the assistant by a `train` in their messages")
 
 
-def _targets(value: Any) -> Advice:
-    if not isinstance(value, str | list):
-        return Advice(f"write `{_LINEAR}`")
+def _targets(value: object) -> Outcome:
+    if not isinstance(value, str) and not is_list(value):
+        return Ask(f"write `{_LINEAR}`")
     if isinstance(value, str) and any(character in value for character in r"\[](|*^$+?"):
         return _write("lora.target_modules", value)  # a regular expression for full names, in PEFT too
     names = _names(value)
     return _write("lora.target_modules", "all-linear" if names in (["all"], ["all-linear"]) else names)
 
 
-def _tracker(name: str) -> Converter:
+def _tracker(name: str) -> Convert:
     return lambda value: _write(f"launch.env.WANDB_{name.upper()}", str(value))
 
 
@@ -238,19 +235,19 @@ _FORMATS = {
 }
 
 
-def _formats(value: object) -> Advice:
+def _formats(value: object) -> Outcome:
     name = printable(str(value)).partition(":")[0]
     if name in _FORMATS:
-        line = _write("data.train", {"path": "NAME", "format": _FORMATS[name]})
-        return Advice(f"{line.words}, or leave it out: the columns decide", line.tree)
-    return Advice("leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`")
+        settings = nested("data.train", {"path": "NAME", "format": _FORMATS[name]})
+        return Write(settings, "or leave it out: the columns decide")
+    return Ask("leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`")
 
 
-def _as_builder(value: object) -> Advice:
-    return Advice(f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the file itself as `path`")
+def _as_builder(value: object) -> Outcome:
+    return Ask(f"write `data: {{train: [{{path: {printable(str(value))}, data_files: FILE}}]}}`, or the file itself as `path`")
 
 
-_Row = tuple[str, str | None] | tuple[str, str | None, Converter]
+_Row = tuple[str, str | None] | tuple[str, str | None, Convert | Drop]
 _BY_TOOL: dict[str | None, dict[str, _Row]] = {
     "axolotl": {
         "base_model": ("model.name_or_path", None),
@@ -271,7 +268,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "flash_attention": ("model.attn_implementation", "model: {attn_implementation: flash_attention_2}", _attention),
         "sdp_attention": ("model.attn_implementation", "model: {attn_implementation: sdpa}", _switch("model.attn_implementation", "sdpa")),
         "tiled_mlp": ("kernels.mlp_slice_tokens", _SLICED_MLP, _switch("kernels.mlp_slice_tokens", 16384)),
-        "tiled_mlp_num_shards": ("kernels.mlp_slice_tokens", _SLICED_MLP, _say(_SLICES)),
+        "tiled_mlp_num_shards": ("kernels.mlp_slice_tokens", _SLICED_MLP, _ask(_SLICES)),
         "special_tokens": ("model.tokens", "model: {tokens: {pad: …, eos: …}}"),
         "overrides_of_model_config": ("model.config_overrides", None),
         "revision_of_model": ("model.revision", None),
@@ -312,20 +309,20 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "attn_impl": ("model.attn_implementation", None),
         "use_peft": ("lora", "lora: {r: 16}", _switch("lora", {"r": 16})),
         "bnb_4bit_compute_dtype": ("precision.mixed_precision", None, _cases("precision.mixed_precision", _DTYPES, _NO_DTYPE)),
-        "bnb_4bit_quant_type": ("quantization.load", None, _cases("quantization.load", {"nf4": _NF4}, _NO_8_BIT)),
-        "use_bnb_nested_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _SMALL_SCALES)),
+        "bnb_4bit_quant_type": ("quantization.load", None, _cases("quantization.load", {"nf4": _TO_NF4}, _NO_8_BIT)),
+        "use_bnb_nested_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _TO_SMALL_SCALES)),
     },
     "LLaMA-Factory": {
         "cutoff_len": ("data.max_length", None),
         "template": (
             "data.chat_template",
             None,
-            _say("leave it out for the tokenizer's own, or write a bundled one for `{value}`: `fsdp-tune templates` lists their names"),
+            _ask("leave it out for the tokenizer's own, or write a bundled one for `{value}`: `fsdp-tune templates` lists their names"),
         ),
         "dataset": (
             "data.train",
             _TRAIN,
-            _say("write the file or the hub id that `dataset_info.json` has for `{value}`: `data: {{train: [{{path: NAME}}]}}`"),
+            _ask("write the file or the hub id that `dataset_info.json` has for `{value}`: `data: {{train: [{{path: NAME}}]}}`"),
         ),
         "eval_dataset": ("data.eval", "data: {eval: [{path: NAME}]}"),
         "val_size": ("data.eval", _HELD_OUT, _held_out),
@@ -339,23 +336,23 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "enable_liger_kernel": ("kernels.liger", None),
         "resize_vocab": ("model.resize_embeddings", None),
         "new_special_tokens": ("model.tokens.add", None, _as("model.tokens.add", _names)),
-        "finetuning_type": ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": None}, _NO_ADAPTER)),
+        "finetuning_type": ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": _THE_SAME}, _NO_ADAPTER)),
         "lora_target": ("lora.target_modules", f"{_LINEAR}` (all) or `lora: {{target_modules: [q_proj, v_proj]}}", _targets),
-        "pissa_init": ("lora.init_lora_weights", None, _cases("lora.init_lora_weights", {"false": None}, _NOT_PISSA)),
+        "pissa_init": ("lora.init_lora_weights", None, _cases("lora.init_lora_weights", {"false": _THE_SAME}, _NOT_PISSA)),
         "additional_target": ("lora.modules_to_save", None, _as("lora.modules_to_save", _names)),
         "adapter_name_or_path": ("lora.adapter", None),
-        "quantization_bit": ("quantization.load", _NF4, _cases("quantization.load", {"4": _NF4}, _NO_8_BIT)),
-        "quantization_type": ("quantization.load", None, _cases("quantization.load", {"nf4": _NF4}, _NO_8_BIT)),
-        "double_quantization": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _SMALL_SCALES)),
+        "quantization_bit": ("quantization.load", _NF4, _cases("quantization.load", {"4": _TO_NF4}, _NO_8_BIT)),
+        "quantization_type": ("quantization.load", None, _cases("quantization.load", {"nf4": _TO_NF4}, _NO_8_BIT)),
+        "double_quantization": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _TO_SMALL_SCALES)),
         "disable_gradient_checkpointing": (_RECOMPUTE, "fsdp: {activation_checkpointing: none}", _switch(_RECOMPUTE, "none", "full")),
     },
     "ms-swift": {
         **dict.fromkeys(
-            ("train_type", "tuner_type"), ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": None}, _NO_ADAPTER))
+            ("train_type", "tuner_type"), ("lora", "lora: {r: 16}", _cases("lora", {"lora": {"r": 16}, "full": _THE_SAME}, _NO_ADAPTER))
         ),
         "split_dataset_ratio": ("data.eval", _HELD_OUT, _held_out),
         "val_dataset": ("data.eval", "data: {eval: [{path: NAME}]}", _as("data.eval", _sources)),
-        "quant_bits": ("quantization.load", _NF4, _cases("quantization.load", {"4": _NF4}, _NO_8_BIT)),
+        "quant_bits": ("quantization.load", _NF4, _cases("quantization.load", {"4": _TO_NF4}, _NO_8_BIT)),
         "adapters": ("lora.adapter", None, lambda value: _write("lora.adapter", _names(value)[0])),
     },
     "torchtune": {
@@ -364,7 +361,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "max_steps_per_epoch": (
             "training.max_steps",
             None,
-            _say("write `training: {{max_steps: {value}}}` for one epoch; for several, {value} × epochs: it counts all steps of the run"),
+            _ask("write `training: {{max_steps: {value}}}` for one epoch; for several, {value} × epochs: it counts all steps of the run"),
         ),
         "clip_grad_norm": ("training.max_grad_norm", None),
         "enable_activation_checkpointing": (_RECOMPUTE, "fsdp: {activation_checkpointing: full}", _switch(_RECOMPUTE, "full")),
@@ -381,7 +378,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
             _switch("lora.target_modules", ["q_proj", "v_proj", "lm_head"]),
         ),
         "save_adapter_weights_only": ("merge.adapter", "merge: {adapter: adapter}", _switch("merge.adapter", "adapter", "both")),
-        "quantize_base": ("quantization.load", _NF4, _switch("quantization.load", _NF4)),
+        "quantize_base": ("quantization.load", _NF4, _switch("quantization.load", _TO_NF4)),
         "checkpointer": ("model.name_or_path", None),
     },
     "Accelerate": dict.fromkeys(
@@ -389,7 +386,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
             *("compute_environment", "distributed_type", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend"),
             *("same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"),
         ),
-        ("launch", None, _leave(": `fsdp-tune train` starts the ranks")),
+        ("launch", None, Drop("`fsdp-tune train` starts the ranks")),
     ),
     None: {
         **dict.fromkeys(("lora_r", "lora_rank", "rank"), ("lora.r", None)),
@@ -397,19 +394,19 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "lora_modules_to_save": ("lora.modules_to_save", None, _as("lora.modules_to_save", _names)),
         **dict.fromkeys(
             ("trainable_token_indices", "peft_trainable_token_indices"),
-            ("lora.modules_to_save", "lora: {modules_to_save: [embed_tokens, lm_head]}", _say(_WHOLE_TABLES)),
+            ("lora.modules_to_save", "lora: {modules_to_save: [embed_tokens, lm_head]}", _ask(_WHOLE_TABLES)),
         ),
         "loraplus_lr_ratio": ("lora.loraplus_lr_ratio", None),
-        "load_in_4bit": ("quantization.load", _NF4, _switch("quantization.load", _NF4)),
-        "bnb_4bit_use_double_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _SMALL_SCALES)),
+        "load_in_4bit": ("quantization.load", _NF4, _switch("quantization.load", _TO_NF4)),
+        "bnb_4bit_use_double_quant": ("quantization.scales", _SMALL_SCALES, _switch("quantization.scales", _TO_SMALL_SCALES)),
         "lora_target_parameters": ("lora.target_parameters", None, _as("lora.target_parameters", _names)),
         **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "world_size"), ("launch.num_processes", None)),
         "devices": (
             "launch.num_processes",
             None,
-            _as("launch.num_processes", lambda value: len(_names(value)) if isinstance(value, list) else value),
+            _as("launch.num_processes", lambda value: len(value) if is_list(value) else value),
         ),
-        "nproc_per_node": ("launch.num_processes", None, _say(_RANKS)),
+        "nproc_per_node": ("launch.num_processes", None, _ask(_RANKS)),
         **dict.fromkeys(("nnodes", "num_nodes", "n_nodes", "nodes"), ("launch.num_machines", None)),
         "master_addr": ("launch.main_process_ip", None),
         "master_port": ("launch.main_process_port", None),
@@ -441,7 +438,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "group_by_length": (
             "data.packing",
             "data: {packing: true}",
-            _leave(": without packing, rows of similar length are always put together"),
+            Drop("without packing, rows of similar length are always put together"),
         ),
         **dict.fromkeys(("model_name", "model_id", "model_path", "pretrained_model_name_or_path"), ("model.name_or_path", None)),
         **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"), ("model.tokenizer", None)),

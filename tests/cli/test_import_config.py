@@ -152,3 +152,16 @@ def test_set_answers_in_the_same_command_and_a_wrong_one_writes_nothing(tmp_path
     assert done.exit_code == 0, done.output
     assert "to decide" not in done.stdout
     assert yaml.safe_load(target.read_text())["data"]["train"] == [{"path": str(tmp_path / "chats.jsonl")}]
+
+
+def test_manifest_is_imported_or_refused_by_its_engine(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text("num_nodes: 2\nworkdir: .\nrun: accelerate launch --num_processes 16 sft.py --model_name_or_path m --dataset_name d\n")
+    document = answer("import", path)
+    assert (document["tool"], yaml.safe_load(document["recipe"])["launch"]) == ("TRL", {"num_machines": 2, "num_processes": 16})
+
+    path.write_text("num_nodes: 2\nworkdir: .\nrun: make train\n")
+    done = invoke("import", str(path))
+    assert done.exit_code == 2
+    assert "this is a manifest for SkyPilot, and none of its commands starts a trainer" in done.stderr
+    assert "hint: import the script or the configuration that its command names; `fsdp-tune submit skypilot RECIPE`" in done.stderr

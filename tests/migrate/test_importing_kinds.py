@@ -63,7 +63,7 @@ OTHER_KINDS: dict[str, list[tuple[tuple[str | int, ...], Any]]] = {
         *((("training",), "x"), (("training", "batch_size"), True), (("training", "lora", "target_modules"), {})),
         *((("data", "format"), {}), (("data", "format"), None)),
     ],
-    "ms-swift-yaml": [(("loss_scale",), [])],
+    "ms-swift-yaml": [(("loss_scale",), []), (("interleave_prob",), "x")],
     "deepspeed": [
         *((("zero_optimization",), [1]), (("zero_optimization", "offload_optimizer", "device"), {})),
         *((("scheduler",), 1), (("scheduler", "params"), "x")),

@@ -46,6 +46,18 @@ def test_chats_of_each_style_and_column_are_prepared(tmp_path: Path, style: str,
         ("_component_: torchtune.datasets.instruct_dataset, train_on_input: false", {"input": "hi", "output": "yo"}),
         ("_component_: torchtune.datasets.instruct_dataset, column_map: {input: q, output: a}", {"q": "hi", "a": "yo"}),
         ("_component_: torchtune.datasets.chat_dataset, column_map: {conversations: c}, conversation_style: sharegpt", {"c": SHAREGPT}),
+        (  # torchtune reads two columns, whatever the others are
+            "_component_: torchtune.datasets.instruct_dataset, column_map: {input: q, output: a}",
+            {"q": "hi", "a": "yo", "input": "no", "system": "no", "instruction": "no"},
+        ),
+        (
+            "_component_: torchtune.datasets.instruct_dataset",
+            {"input": "hi", "output": "yo", "instruction": "no", "history": [["no", "no"]]},
+        ),
+        (
+            "_component_: torchtune.datasets.chat_dataset, conversation_column: c, conversation_style: sharegpt",
+            {"c": SHAREGPT, "system": "no", "tools": "[]"},
+        ),
         ("_component_: torchtune.datasets.slimorca_dataset, train_on_input: false", {"conversations": SHAREGPT}),
     ],
 )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.migrate.read.shell_script import ShellScript, Statement, Unexpanded
 from fsdp_tune.migrate.tool_keys import is_default_of
-from fsdp_tune.recipe.read.tools import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
+from fsdp_tune.recipe.read.tool_detection import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 
 LAUNCHER, ENVIRONMENT = "launcher", "environment"
 """Keys under which the options of the launcher and the variables are in the account."""
@@ -77,12 +78,21 @@ class ForeignCommand:
     """Returns the text of a file that the script writes before the command; None if it does not."""
 
 
-def command_in(text: str) -> ForeignCommand | None:
+class ParsedCommand(NamedTuple):
+    values: dict[str, Any]
+    """The options, with those of the launcher and the variables under keys of their own."""
+    tool: str | None
+    """None if the name of the program identifies none."""
+
+
+def command_in(text: str, known: Mapping[str, str] = MappingProxyType({})) -> ForeignCommand | None:
     """Return the command of a shell script that starts a trainer, its variables first; None if there is none.
+
+    `known`: values of variables that the script does not bind.
 
     Raises: usage error for several.
     """
-    script = ShellScript(text)
+    script = ShellScript(text, known)
     found = [(statement, _without_marks(script.words(statement))) for statement in script.statements if not statement.is_assignment]
     found = [
         (statement, words)
@@ -100,7 +110,7 @@ def command_in(text: str) -> ForeignCommand | None:
     _check_end(script, statement, words)
     before, inner = _command_of_shell(words)
     if inner:
-        return _inside(before, inner, script, statement)
+        return _inside(before, inner, script, statement, known)
     words, unread = _without_loose_words(words)
     _check_method(words)
     inherited = {name: script.value(name, statement) for name in script.exported}
@@ -141,9 +151,9 @@ def _command_of_shell(words: list[str]) -> tuple[list[str], str]:
     return [], ""
 
 
-def _inside(before: list[str], text: str, script: ShellScript, statement: Statement) -> ForeignCommand | None:
+def _inside(before: list[str], text: str, script: ShellScript, statement: Statement, known: Mapping[str, str]) -> ForeignCommand | None:
     """Return the command in the text of `bash -c`, with the launcher and the variables outside of it."""
-    found = command_in(text)
+    found = command_in(text, known)
     if found is None:
         return None
     exported = [_joined(f"{name}=", script.value(name, statement)) for name in script.exported]
@@ -241,7 +251,7 @@ def _is_training(words: list[str]) -> bool:
     return tool is not None and (tool == TORCHTUNE or any(word in others or word.endswith(".py") for word in words))
 
 
-def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
+def parse_command(words: list[str]) -> ParsedCommand:
     """Return the options of the program, and the tool if the program's name identifies it.
 
     Options of its launcher and variables are under keys of their own.
@@ -262,8 +272,8 @@ def parse_command(words: list[str]) -> tuple[dict[str, Any], str | None]:
     if tool == SWIFT and _verb(words) == "pt":
         values[COMMAND] = "pt"
     if tool == TORCHTUNE:
-        return values | _torchtune_options(words[start + 1 :]), tool
-    return values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool
+        return ParsedCommand(values | _torchtune_options(words[start + 1 :]), tool)
+    return ParsedCommand(values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool)
 
 
 def _without_negations(options: dict[str, Any], tool: str | None) -> dict[str, Any]:

@@ -9,23 +9,28 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.values import is_mapping
 from fsdp_tune.migrate.ledger import Path as KeyPath
+from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
 from fsdp_tune.migrate.read.command_line import command_in, parse_command
+from fsdp_tune.migrate.read.engine_manifest import EngineManifest, manifest_in
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
-from fsdp_tune.recipe.read.tools import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
+from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
 
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\$[A-Za-z_]\w*$")
 """Text that a tool, or the shell, replaces before it is a value."""
 _YAML = (".yaml", ".yml")
+SBATCH, MANIFEST = "sbatch", "manifest"
+"""Keys under which the options of Slurm, and what the manifest of a container engine says of the launch, are in the account."""
 
 
 @dataclass(slots=True)
@@ -52,7 +57,8 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     """Read a file, and recognise its tool unless it is given. Raises: FsdpTuneError if it has no keys, or those of no tool."""
     notebook = shell_script(code_cells(read_text(path, most_bytes=MOST_BYTES), path)) if path.suffix == ".ipynb" else ""
     command = command_in(notebook) if notebook else None
-    is_command = command is not None and parse_command(command.words)[1] is not None
+    options: dict[str, BatchOption] = {}
+    is_command = command is not None and parse_command(command.words).tool is not None
     if path.suffix in SCRIPTS and not is_command:
         if tool not in (None, UNSLOTH):
             hint = "name the file of its options, or the script with its command"
@@ -60,11 +66,18 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
         script = read_script(read_text(path, most_bytes=MOST_BYTES), path)
         return ForeignFile(path, UNSLOTH, script.values, script.lines, {}, script.beside, script.computed, script.unread)
     text = notebook or read_text(path)
-    command = command if notebook else None if path.suffix in (*_YAML, ".json", ".toml") else command_in(text)
+    if not notebook and path.suffix not in (*_YAML, ".json", ".toml"):
+        command = command_in(text, variables(options := batch_options(text)))
+    manifest = manifest_in(text) if path.suffix in _YAML else None
+    if manifest is not None and (command := command_in(manifest.script, manifest.known)) is None:
+        raise _nothing_to_import(manifest, path)
     if command is not None:
         values, named = parse_command(command.words)
-        above = {(): command.comments}
-        found = ForeignFile(path, tool or named or "", values, above=above, unread=command.unread, written_file=command.written_file)
+        above: dict[KeyPath, list[str]] = {(): command.comments}
+        values |= {MANIFEST: {"machines": manifest.machines}} if manifest is not None and manifest.machines > 1 else {}
+        values |= {SBATCH: {name: option.value for name, option in options.items()}} if options else {}
+        lines: dict[KeyPath, int] = {(SBATCH, name): option.line for name, option in options.items()}
+        found = ForeignFile(path, tool or named or "", values, lines, above, unread=command.unread, written_file=command.written_file)
     elif path.suffix == ".json":
         found = ForeignFile(path, tool or "", _json(text, path))
     elif path.suffix == ".toml":
@@ -81,6 +94,14 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
         message = f"this is not recognised as the configuration of another trainer; keys that tell it: {tried(found.values)}"
         raise usage_error("unknown-foreign-file", message, hint=f"name the tool with `--from`: {names}", where=Where(str(path)))
     return found
+
+
+def _nothing_to_import(manifest: EngineManifest, path: Path) -> FsdpTuneError:
+    """Return the error of a manifest whose containers start no trainer."""
+    message = f"this is a manifest for {manifest.engine}, and none of its commands starts a trainer with options that can be read"
+    way = f"; `{manifest.way} RECIPE` writes such a manifest" if manifest.way else ""
+    hint = f"import the script or the configuration that its command names{way}"
+    return usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
 
 
 def take_unexpanded(values: dict[str, Any]) -> dict[KeyPath, str]:
@@ -106,7 +127,14 @@ _IS_TEXT = re.compile(r"template|prompt|system|jinja|regex|pattern")
 """Keys whose text may have a `$` of its own."""
 
 
-def named_values(found: ForeignFile, name: object) -> tuple[Path, dict[str, Any]] | None:
+class NamedFile(NamedTuple):
+    """A file that another one names."""
+
+    path: Path
+    values: dict[str, Any]
+
+
+def named_values(found: ForeignFile, name: object) -> NamedFile | None:
     """Return the place and the values of a YAML or JSON file that another one names; None if it is not here.
 
     A script may write it; otherwise the name is relative to the script's directory, to one of those above, or to this one.
@@ -115,11 +143,11 @@ def named_values(found: ForeignFile, name: object) -> tuple[Path, dict[str, Any]
     if not isinstance(name, str) or Path(name).suffix not in (*_YAML, ".json"):
         return None
     if (text := found.written_file(name)) is not None:
-        return found.path, _values_of(text, found.path, Path(name).suffix)
+        return NamedFile(found.path, _values_of(text, found.path, Path(name).suffix))
     directory = found.path.parent
     places = [directory / name, Path(name), *(above / name for above in list(directory.resolve().parents)[:3])]
     place = next((place for place in places if place.is_file()), None)
-    return None if place is None else (place, read_mapping(place))
+    return None if place is None else NamedFile(place, read_mapping(place))
 
 
 def _take_named_file(found: ForeignFile) -> None:
@@ -144,7 +172,7 @@ def _with_dotted(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, A
         into = values
         for section in sections:
             inner = into.setdefault(section, {})
-            into = cast("dict[str, Any]", inner) if isinstance(inner, dict) else into.setdefault(section, {})
+            into = inner if is_mapping(inner) else into.setdefault(section, {})
         there = into.get(last)
         if isinstance(there, dict) and "_component_" in there and isinstance(value, str):
             there["_component_"] = value
@@ -188,9 +216,9 @@ def _toml(text: str, path: Path) -> dict[str, Any]:
 
 
 def _mapping(values: object, path: Path) -> dict[str, Any]:
-    if not isinstance(values, dict) or not values:
+    if not is_mapping(values) or not values:
         raise usage_error("not-a-mapping", "the file has no keys with values", where=Where(str(path)))
-    return cast("dict[str, Any]", values)
+    return values
 
 
 def _yaml(text: str, path: Path, tool: str) -> ForeignFile:

@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.migrate.ledger import Path
 from fsdp_tune.migrate.read.notebook import code_cells
 from fsdp_tune.migrate.read.script_names import UNKNOWN, ScriptNames, called
-from fsdp_tune.recipe.read.tools import UNSLOTH
+from fsdp_tune.recipe.read.tool_detection import UNSLOTH
 
 MOST_BYTES = 32 << 20
 """Notebooks hold pictures."""

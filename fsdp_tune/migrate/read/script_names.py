@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.units import enumerated
 
@@ -202,23 +202,33 @@ def called(node: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
 
 
-def _bound_by(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[str, int, ast.expr | None, str]]:
-    """Yield each name that a node binds, with its line, the expression of a plain assignment, and the kind of the binding."""
+class _Name(NamedTuple):
+    """A name that a node binds."""
+
+    name: str
+    line: int
+    value: ast.expr | None
+    """The expression of a plain assignment."""
+    kind: str
+
+
+def _bound_by(node: ast.AST, parent: ast.AST | None) -> Iterator[_Name]:
+    """Yield each name that a node binds."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
         if isinstance(parent, ast.AnnAssign):
-            yield from [(node.id, node.lineno, parent.value, "plain")] if parent.value is not None else []
+            yield from [_Name(node.id, node.lineno, parent.value, "plain")] if parent.value is not None else []
         elif isinstance(parent, ast.Assign):  # names of a tuple have the tuple as their parent
-            yield node.id, node.lineno, parent.value, "plain"
+            yield _Name(node.id, node.lineno, parent.value, "plain")
         else:
-            yield node.id, node.lineno, None, "walrus" if isinstance(parent, ast.NamedExpr) else "other"
+            yield _Name(node.id, node.lineno, None, "walrus" if isinstance(parent, ast.NamedExpr) else "other")
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name, node.lineno, None, "other"
+        yield _Name(node.name, node.lineno, None, "other")
     elif isinstance(node, ast.alias) and node.name != "*":
-        yield node.asname or node.name.partition(".")[0], node.lineno, None, "other"
+        yield _Name(node.asname or node.name.partition(".")[0], node.lineno, None, "other")
     elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name is not None:
-        yield node.name, node.lineno, None, "other"
+        yield _Name(node.name, node.lineno, None, "other")
     elif isinstance(node, ast.MatchMapping) and node.rest is not None:
-        yield node.rest, node.lineno, None, "other"
+        yield _Name(node.rest, node.lineno, None, "other")
 
 
 def _binds_any(node: ast.AST) -> bool:

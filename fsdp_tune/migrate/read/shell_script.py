@@ -10,8 +10,9 @@ import ast
 import operator
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fsdp_tune.core.units import enumerated
 from fsdp_tune.migrate.read.shell_syntax import NAME, Lexer, Statement, Word, WordPart
@@ -56,7 +57,9 @@ class _Assigned:
 class ShellScript:
     """The statements of a script, and its variables."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, known: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`known`: values of variables that the script does not bind."""
+        self._known = known
         lexer = Lexer(text)
         self.statements, self.comments = lexer.read()
         self._documents = lexer.documents
@@ -180,7 +183,7 @@ class ShellScript:
             return self._variable(match[1] or match[2] or match[3], statement)
         if match := _DEFAULT.fullmatch(text):
             found = self._variable(match[1], statement)
-            if not isinstance(found, str) and any(found) and len(self._bindings[match[1]]) == 1:
+            if not isinstance(found, str) and any(found) and len(self._bindings.get(match[1], [""])) == 1:
                 return found
             default = re.sub(r"^([\"'])(.*)\1$", r"\2", match[2])
             return f"`{match[1]}` of the environment decides, and without it `{default}`"
@@ -191,7 +194,7 @@ class ShellScript:
     def _variable(self, name: str, statement: Statement) -> list[str] | str:
         bindings = self._bindings.get(name, [])
         if not bindings:
-            return f"`{name}` is of the environment"
+            return [self._known[name]] if name in self._known else f"`{name}` is of the environment"
         if len(bindings) > 1:
             lines = enumerated([str(each.statement.line) for each in bindings], "and")
             return f"`{name}` is bound more than once (lines {lines})"

@@ -3,108 +3,112 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
 
-from fsdp_tune.migrate.general import (
-    TRAIN,
+from fsdp_tune.core.values import as_list, is_mapping
+from fsdp_tune.migrate.general import chat_template, decays_by_default, dtype, named_optimizer, source
+from fsdp_tune.migrate.ledger import Ledger
+from fsdp_tune.migrate.rules import (
+    Also,
+    AskEach,
+    FileKey,
+    Inside,
+    Outcome,
     Rule,
     Rules,
-    SourceRule,
-    ask_each,
-    chat_template,
-    decays_by_default,
-    dtype,
+    cases,
+    each,
     fine_or,
     implies,
+    in_source,
     is_on,
-    leave,
-    leave_here,
-    named_optimizer,
     off_or,
-    question,
+    outcome_of,
     rename,
     same,
     section,
-    settle_source,
+    steps,
+    switch,
+    variable,
 )
-from fsdp_tune.migrate.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
 
 TARGET = "_target_"
 RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction",)
 UNSUPPORTED = "benchmark, distillation, diffusion or training of images"
 """The other values of `recipe`."""
 _OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "FusedAdam": "adamw_torch", "Muon": "muon"}
-_FROM_FILES = leave("it follows from the files of the model")
-_KERNELS = leave("kernels of Automodel; here they are chosen in `kernels:` and by `model.attn_implementation`")
-_COLLATION = leave("rows are padded to the longest of a batch, and packed rows are full")
+_FROM_FILES = Drop("it follows from the files of the model")
+_KERNELS = Drop("kernels of Automodel; here they are chosen in `kernels:` and by `model.attn_implementation`")
+_COLLATION = Drop("rows are padded to the longest of a batch, and packed rows are full")
 _RENAMED = {"context": "instruction", "question": "instruction", "answer": "output", "instruction": "instruction"}
 
 
-def _last(ledger: Ledger, path: Path) -> str:
-    return str(ledger.value(*path, TARGET) or "").rpartition(".")[2]
+def _last(component: object) -> str:
+    return str(component or "").rpartition(".")[2]
 
 
 # ---- Model and adapter
 
 
-def _model_class(ledger: Ledger, path: Path, value: object) -> None:
-    if str(value).endswith("from_config"):
+def _model_class(key: FileKey) -> Outcome:
+    if str(key.value).endswith("from_config"):
         words = "the weights are random there: write `model: {from_config: DIR/config.json}` if they are to be so here too"
-        ledger.ask(path, words, ("model", "from_config"))
-    elif "ImageTextToText" in str(value):
-        ledger.ask(path, "models with images are not trained here", ("model",))
-    else:
-        ledger.drop(path, "classes follow from the files of the model")
+        return Ask(words, "model.from_config")
+    if "ImageTextToText" in str(key.value):
+        return Ask("models with images are not trained here", "model")
+    return Drop("classes follow from the files of the model")
 
 
-def _configuration(ledger: Ledger, path: Path, value: Any) -> None:
+def _configuration(key: FileKey) -> Outcome:
     """The configuration of a model of random weights, which names its files."""
-    for name in cast("dict[str, Any]", value) if isinstance(value, dict) else {}:
-        inner = (*path, name)
-        if name in ("pretrained_model_name_or_path", "name_or_path") and ledger.get("model", "name_or_path") in (None, value[name]):
-            ledger.write(inner, {"model.name_or_path": value[name]}, Fate.CONVERTED)
-        elif name in (TARGET, "trust_remote_code", "name_or_path"):
-            ledger.drop(inner, "it follows from the files of the model")
-        elif ledger.is_open(inner):
-            ask_each(ledger, inner)
-    if ledger.is_open(path):
-        ask_each(ledger, path)
+    return Inside({name: _CONFIGURATION.get(name, AskEach()) for name in key.mapping}) if key.mapping else AskEach()
 
 
-def _targets(ledger: Ledger, path: Path, value: Any) -> None:
+def _configured_model(key: FileKey) -> Outcome:
+    if key.of_recipe("model", "name_or_path") in (None, key.value):
+        return Write({"model.name_or_path": key.value})
+    return _FROM_FILES if key.name == "name_or_path" else AskEach()
+
+
+_CONFIGURATION: Rules = {
+    **each(("pretrained_model_name_or_path", "name_or_path"), _configured_model),
+    **each((TARGET, "trust_remote_code"), _FROM_FILES),
+}
+
+
+def _targets(key: FileKey) -> Outcome:
     """Patterns with `*` for the full names of modules."""
-    patterns = [str(each) for each in (cast("list[Any]", value) if isinstance(value, list) else [value])]
+    patterns = [str(each) for each in key.items]
     if "*" in patterns:
-        ledger.write(path, {"lora.target_modules": "all-linear"}, Fate.CONVERTED, "linear layers; `*` is every module there")
-    elif all(re.fullmatch(r"\*?\.?\w+", each) and (each[:2] == "*." or "*" not in each) for each in patterns):
-        ledger.write(path, {"lora.target_modules": [each.removeprefix("*.") for each in patterns]}, Fate.CONVERTED)
-    else:
-        words = "|".join(".*".join(re.escape(part) for part in each.split("*")) for each in patterns)
-        ledger.write(path, {"lora.target_modules": words}, Fate.CONVERTED, "as a regular expression for full names")
+        return Write({"lora.target_modules": "all-linear"}, "linear layers; `*` is every module there")
+    if all(re.fullmatch(r"\*?\.?\w+", each) and (each[:2] == "*." or "*" not in each) for each in patterns):
+        return Write({"lora.target_modules": [each.removeprefix("*.") for each in patterns]})
+    words = "|".join(".*".join(re.escape(part) for part in each.split("*")) for each in patterns)
+    return Write({"lora.target_modules": words}, "as a regular expression for full names")
 
 
 _PEFT: Rules = {
-    TARGET: lambda ledger, path, _: ledger.write(path, {"lora": {}}, Fate.CONVERTED),
+    TARGET: Write({"lora": {}}),
     "dim": same("lora.r"),
     "alpha": same("lora.lora_alpha"),
     "dropout": same("lora.lora_dropout"),
     "target_modules": _targets,
     "match_all_linear": implies({"lora.target_modules": "all-linear"}),
-    "exclude_modules": question("write the modules to adapt as `lora: {target_modules: […]}`", "lora", "target_modules"),
+    "exclude_modules": Ask("write the modules to adapt as `lora: {target_modules: […]}`", "lora.target_modules"),
     "use_dora": same("lora.use_dora"),
     "moe_rank_scaling": off_or("off", "write the ranks of the experts as `lora: {rank_pattern: {PATTERN: R}}`"),
-    "lora_A_init": fine_or(("kaiming",), "as here", "A is drawn by `lora.init_lora_weights` here", "lora", "init_lora_weights"),
-    **dict.fromkeys(("use_triton", "use_memory_efficient_lora", "dropout_position"), leave("a matter of Automodel's own code")),
-    **dict.fromkeys(("lora_dtype",), leave("adapters are kept in `model.dtype`")),
+    "lora_A_init": fine_or(("kaiming",), "as here", "A is drawn by `lora.init_lora_weights` here", "lora.init_lora_weights"),
+    **each(("use_triton", "use_memory_efficient_lora", "dropout_position"), Drop("a matter of Automodel's own code")),
+    "lora_dtype": Drop("adapters are kept in `model.dtype`"),
 }
 _MODEL: Rules = {
     TARGET: _model_class,
     "pretrained_model_name_or_path": same("model.name_or_path"),
     "config": _configuration,
-    **dict.fromkeys(("backend", "use_sdpa_patching", "kda_mode"), _KERNELS),
-    **dict.fromkeys(("torch_dtype", "dtype"), dtype("model.dtype")),
-    **dict.fromkeys(("force_hf", "load_base_model", "text_config", "use_cache"), _FROM_FILES),
-    "output_hidden_states": leave("hidden states are not kept"),
+    **each(("backend", "use_sdpa_patching", "kda_mode"), _KERNELS),
+    **each(("torch_dtype", "dtype"), dtype),
+    **each(("force_hf", "load_base_model", "text_config", "use_cache"), _FROM_FILES),
+    "output_hidden_states": Drop("hidden states are not kept"),
     "use_liger_kernel": same("kernels.liger"),
     "revision": same("model.revision"),
     "freeze_router": off_or("off", "write the pattern of the routers: `model: {freeze: [PATTERN]}`"),
@@ -113,62 +117,52 @@ _MODEL: Rules = {
 # ---- Ranks
 
 
-def _ranks_of_data(ledger: Ledger, path: Path, value: Any) -> None:
-    if isinstance(value, int) and value > 1:
-        ledger.ask(path, "write `parallelism: {dp_shard_size: …}`, or leave it out: it follows from the ranks", ("parallelism",))
-    else:
-        ledger.drop(path, "it follows from the ranks")
+def _ranks_of_data(key: FileKey) -> Outcome:
+    if isinstance(key.value, int) and key.value > 1:
+        return Ask("write `parallelism: {dp_shard_size: …}`, or leave it out: it follows from the ranks", "parallelism")
+    return Drop("it follows from the ranks")
 
 
-def _degree(key: str) -> Rule:
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        if not isinstance(value, int) or value == 1:
-            ledger.drop(path, "off: one rank, as it is here")
-        else:
-            ledger.write(path, {key: value}, Fate.KEPT if path[-1] == key.rpartition(".")[2] else Fate.CONVERTED)
-
-    return rule
+def _degree(key: FileKey) -> Outcome:
+    if not isinstance(key.value, int) or key.value == 1:
+        return Drop("off: one rank, as it is here")
+    return Write({f"parallelism.{key.name}": key.value}, fate=Fate.KEPT)
 
 
-def _strategy(ledger: Ledger, path: Path, value: Any) -> None:
-    names = {"fsdp2": {"fsdp.version": 2}, "ddp": {"fsdp.sharding_strategy": "NO_SHARD"}}
-    if value in names:
-        ledger.write(path, names[value], Fate.CONVERTED)
-    else:
-        ledger.ask(path, f"`{value}` has no counterpart: FSDP2 shards by `fsdp: {{sharding_strategy: FULL_SHARD}}`", ("fsdp",))
+_strategy = cases(
+    "fsdp",
+    {"fsdp2": Write({"fsdp.version": 2}), "ddp": Write({"fsdp.sharding_strategy": "NO_SHARD"})},
+    lambda key: Ask(f"`{key.value}` has no counterpart: FSDP2 shards by `fsdp: {{sharding_strategy: FULL_SHARD}}`", "fsdp"),
+)
+_recomputation = switch(Write({"fsdp.activation_checkpointing": "full"}), Write({"fsdp.activation_checkpointing": "none"}))
 
 
-def _recomputation(ledger: Ledger, path: Path, value: Any) -> None:
-    ledger.write(path, {"fsdp.activation_checkpointing": "full" if is_on(value) else "none"}, Fate.CONVERTED)
-
-
-def _only_with_stages(ledger: Ledger, path: Path, _value: object) -> None:
-    stages = ledger.value("distributed", "pp_size")
+def _only_with_stages(key: FileKey) -> Outcome:
+    stages = key.of_file("distributed", "pp_size")
     if isinstance(stages, int) and stages > 1:
-        ledger.ask(path, "there are no pipeline stages here", ("parallelism",))
-    else:
-        ledger.drop(path, "no effect with one pipeline stage")
+        return Ask("there are no pipeline stages here", "parallelism")
+    return Drop("no effect with one pipeline stage")
 
 
-def _dtype_of(key: str) -> Rule:
-    names = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "float16": "fp16"}
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "float16": "fp16"}
 
-    def rule(ledger: Ledger, path: Path, value: object) -> None:
-        name = names.get(str(value).removeprefix("torch."), str(value))
-        name = "no" if (key, name) == ("precision.mixed_precision", "fp32") else name
-        ledger.write(path, {key: name}, Fate.CONVERTED)
+
+def _dtype_of(target: str) -> Rule:
+    names = _DTYPES | ({"float32": "no", "fp32": "no"} if target == "precision.mixed_precision" else {})
+
+    def rule(key: FileKey) -> Outcome:
+        name = str(key.value).removeprefix("torch.")
+        return Write({target: names.get(name, str(key.value))})
 
     return rule
 
 
-_ASIDE = leave("ranks gather and reduce as FSDP2 orders it")
+_ASIDE = Drop("ranks gather and reduce as FSDP2 orders it")
 _PARALLEL: Rules = {
-    TARGET: leave("ranks are sharded by `fsdp:`"),
+    TARGET: Drop("ranks are sharded by `fsdp:`"),
     "strategy": _strategy,
     "dp_size": _ranks_of_data,
-    "dp_replicate_size": _degree("parallelism.dp_replicate_size"),
-    "tp_size": _degree("parallelism.tp_size"),
-    "cp_size": _degree("parallelism.cp_size"),
+    **each(("dp_replicate_size", "tp_size", "cp_size"), _degree),
     "pp_size": fine_or((1, "none", "None"), "off, as it is here", "there are no pipeline stages here", "parallelism"),
     "ep_size": fine_or((1, "none", "None"), "off, as it is here", "experts are sharded with their layer here", "parallelism"),
     "sequence_parallel": off_or("off", "write `parallelism: {sp_size: N}` to divide rows over ranks"),
@@ -177,146 +171,102 @@ _PARALLEL: Rules = {
         {
             "param_dtype": _dtype_of("precision.mixed_precision"),
             "reduce_dtype": _dtype_of("precision.reduce_dtype"),
-            **dict.fromkeys((TARGET, "output_dtype", "cast_forward_inputs"), leave("follows from `precision.mixed_precision`")),
+            **each((TARGET, "output_dtype", "cast_forward_inputs"), Drop("follows from `precision.mixed_precision`")),
         }
     ),
-    "autocast_dtype": leave("the dtype of the computation is `precision.mixed_precision`"),
-    "offload_policy": lambda ledger, path, value: ledger.write(path, {"fsdp.offload_params": bool(value)}, Fate.CONVERTED),
+    "autocast_dtype": Drop("the dtype of the computation is `precision.mixed_precision`"),
+    "offload_policy": lambda key: Write({"fsdp.offload_params": bool(key.value)}),
     "reshard_after_forward": same("fsdp.reshard_after_forward"),
     "pipeline": _only_with_stages,
-    "moe": leave("experts are sharded with their layer"),
-    **dict.fromkeys(("enable_fsdp2_prefetch", "fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"), _ASIDE),
-    **dict.fromkeys(("defer_fsdp_grad_sync", "patch_is_packed_sequence", "enable_async_tensor_parallel", "enable_compile"), _ASIDE),
+    "moe": Drop("experts are sharded with their layer"),
+    **each(("enable_fsdp2_prefetch", "fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"), _ASIDE),
+    **each(("defer_fsdp_grad_sync", "patch_is_packed_sequence", "enable_async_tensor_parallel", "enable_compile"), _ASIDE),
 }
 
 # ---- Data
 
 
 def _rows(place: Path) -> Rule:
-    def rule(ledger: Ledger, path: Path, value: object) -> None:
-        if isinstance(value, dict):
-            _settle_set(ledger, path, place)
-            settle_source(ledger, path, place, _SET)
-        else:
-            ledger.ask(path, "write the rows as `data: {train: [{path: NAME}]}`", place[:2])
-
-    return rule
+    """Return a rule for a set of rows. Its class decides: chats, columns, or prompts that code makes."""
+    entry = source(place, _SET)
+    asked = Ask("write the rows as `data: {train: [{path: NAME}]}`", place[:2])
+    return lambda key: outcome_of(entry if is_mapping(key.value) else asked, key)
 
 
-def _settle_set(ledger: Ledger, path: Path, place: Path) -> None:
-    """What the class of the rows says: chats, columns, or prompts that code makes."""
-    name = _last(ledger, path)
-    if name == "ChatDataset":
-        ledger.write((*path, TARGET), {(*place, "format"): "messages"}, Fate.CONVERTED)
-    elif name.startswith("ColumnMapped"):
-        ledger.write((*path, TARGET), {(*place, "format"): "alpaca"}, Fate.CONVERTED)
-    elif ledger.is_open((*path, TARGET)):
-        ledger.ask((*path, TARGET), f"`{name}` makes its rows in code: write them as prompt and completion, or as messages", place)
+def _class_of_rows(key: FileKey) -> Outcome:
+    name = _last(key.value)
+    if name == "ChatDataset" or name.startswith("ColumnMapped"):
+        return Write({(*key.place, "format"): "messages" if name == "ChatDataset" else "alpaca"})
+    return Ask(f"`{name}` makes its rows in code: write them as prompt and completion, or as messages", key.place)
 
 
-def _path(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
-    ledger.write(path, {(*place, "path"): value}, Fate.CONVERTED)
+def _columns(key: FileKey) -> Outcome:
+    if not key.mapping:
+        return Ask("rename the columns by `rename_columns`", key.place)
+    names = _RENAMED | ({"question": "input"} if "context" in key.mapping else {})
+    other = Ask("rename the column by `rename_columns`", key.place)
+    return Inside({content: rename(names[content]) if content in names else other for content in key.mapping})
 
 
-def _columns(ledger: Ledger, path: Path, place: Path, value: object) -> None:
-    names = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-    for content, column in names.items():
-        if content == "question" and "context" in names:
-            rename(ledger, (*path, content), place, str(column), "input")
-        elif content in _RENAMED:
-            rename(ledger, (*path, content), place, str(column), _RENAMED[content])
-        else:
-            ledger.ask((*path, content), "rename the column by `rename_columns`", place)
-    if ledger.is_open(path):
-        ledger.ask(path, "rename the columns by `rename_columns`", place)
+_CUT_TOO = Drop("rows of evaluations are cut at `data.max_length` too")
 
 
-def _truncation(ledger: Ledger, path: Path, place: Path, value: object) -> None:
-    if value in (True, "longest_first", "only_first") and place[1] == "train":
-        ledger.write(path, {"data.overlong": "truncate"}, Fate.CONVERTED)
-    elif place[1] == "train":
-        ledger.ask(path, "longer rows are not cut there: `data: {overlong: truncate}`, `drop` or `error`", ("data", "overlong"))
-    else:
-        ledger.drop(path, "rows of evaluations are cut at `data.max_length` too")
+def _truncation(key: FileKey) -> Outcome:
+    if key.place[1] != "train":
+        return _CUT_TOO
+    if key.value in (True, "longest_first", "only_first"):
+        return Write({"data.overlong": "truncate"})
+    return Ask("longer rows are not cut there: `data: {overlong: truncate}`, `drop` or `error`", "data.overlong")
 
 
-def _length(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
-    if place[1] == "eval":
-        ledger.drop(path, "rows of evaluations are cut at `data.max_length` too")
-    elif not isinstance(value, int):
-        ledger.ask(path, "write `data: {max_length: N}`", ("data", "max_length"))
-    else:
-        ledger.write(path, {"data.max_length": value}, Fate.CONVERTED)
+def _length(key: FileKey) -> Outcome:
+    if key.place[1] == "eval":
+        return _CUT_TOO
+    return Write({"data.max_length": key.value}) if isinstance(key.value, int) else Ask("write `data: {max_length: N}`", "data.max_length")
 
 
-def _answers_alone(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
-    ledger.write(path, {(*place, "loss_on"): "completion" if is_on(value) else "all"}, Fate.CONVERTED)
-
-
-def _last_answer(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
-    if is_on(value):
-        ledger.write(path, {(*place, "loss_on"): "last_assistant"}, Fate.CONVERTED)
-    else:
-        ledger.drop(path, "off, as it is here")
-
-
-def _template(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
-    chat_template((*place, "chat_template"))(ledger, path, value)
-
-
-def _tokenizer(ledger: Ledger, path: Path, _place: Path, value: object) -> None:
+def _tokenizer(key: FileKey) -> Outcome:
     """The tokenizer of a set; a recipe has one for all rows."""
-    name = cast("dict[str, Any]", value).get("pretrained_model_name_or_path") if isinstance(value, dict) else None
-    if name is None or name in (ledger.value("model", "pretrained_model_name_or_path"), ledger.get("model", "tokenizer")):
-        ledger.drop(path, "it is that of the model")
-    elif ledger.get("model", "tokenizer") is None:
-        ledger.write(path, {"model.tokenizer": name}, Fate.CONVERTED)
-    else:
-        ledger.ask(path, "all rows have one tokenizer here", ("model", "tokenizer"))
+    name = key.mapping.get("pretrained_model_name_or_path")
+    if name is None or name in (key.of_file("model", "pretrained_model_name_or_path"), key.of_recipe("model", "tokenizer")):
+        return Drop("it is that of the model")
+    if key.of_recipe("model", "tokenizer") is None:
+        return Write({"model.tokenizer": name})
+    return Ask("all rows have one tokenizer here", "model.tokenizer")
 
 
-_PADDING = leave_here("rows are padded to the longest of a batch")
-_SET: dict[str, SourceRule] = {
-    **dict.fromkeys(("path_or_dataset", "path_or_dataset_id", "dataset_name", "paths"), _path),
-    **dict.fromkeys(
-        ("limit_dataset_samples", "num_samples_limit"),
-        lambda ledger, path, place, value: ledger.write(path, {(*place, "max_rows"): value}, Fate.CONVERTED),
-    ),
+_SET: Rules = {
+    TARGET: _class_of_rows,
+    **each(("path_or_dataset", "path_or_dataset_id", "dataset_name", "paths"), in_source("path")),
+    **each(("limit_dataset_samples", "num_samples_limit"), in_source("max_rows")),
     "column_mapping": _columns,
-    **dict.fromkeys(("seq_length", "seq_len"), _length),
-    "answer_only_loss_mask": _answers_alone,
-    "mask_history": _last_answer,
-    "chat_template": _template,
+    **each(("seq_length", "seq_len"), _length),
+    "answer_only_loss_mask": lambda key: Write({(*key.place, "loss_on"): "completion" if is_on(key.value) else "all"}),
+    "mask_history": switch(lambda key: Write({(*key.place, "loss_on"): "last_assistant"}), Drop("off, as it is here")),
+    "chat_template": chat_template,
     "tokenizer": _tokenizer,
-    **dict.fromkeys(("padding", "pad_to_max_length", "unshifted", "align_to_bos"), _PADDING),
+    **each(("padding", "pad_to_max_length", "unshifted", "align_to_bos"), Drop("rows are padded to the longest of a batch")),
     "truncation": _truncation,
-    **dict.fromkeys(("shuffle_seed", "shuffle_files"), leave_here("rows are shuffled in each epoch, by `training.data_seed`")),
+    **each(("shuffle_seed", "shuffle_files"), Drop("rows are shuffled in each epoch, by `training.data_seed`")),
 }
 
 
-def _model_tokenizer(ledger: Ledger, path: Path, value: Any) -> None:
-    _tokenizer(ledger, path, TRAIN, value)
-
-
-def _packed(ledger: Ledger, path: Path, value: Any) -> None:
-    if not isinstance(value, int) or value <= 0:
-        ledger.drop(path, "off, as it is here")
-    else:
-        ledger.write(path, {"data.packing": True, "data.max_length": value}, Fate.CONVERTED)
+def _packed(key: FileKey) -> Outcome:
+    if not isinstance(key.value, int) or key.value <= 0:
+        return Drop("off, as it is here")
+    return Write({"data.packing": True, "data.max_length": key.value})
 
 
 _PACKING: Rules = {
-    **dict.fromkeys(("packed_sequence_size", "pack_size"), _packed),
-    **dict.fromkeys(("packing_strategy", "max_packs", "packing_ratio", "num_proc"), leave("`data.packing` packs all rows")),
-    "split_across_pack": lambda ledger, path, value: ledger.write(
-        path, {"data.packing_strategy": "wrapped" if is_on(value) else "bfd"}, Fate.CONVERTED
-    ),
+    **each(("packed_sequence_size", "pack_size"), _packed),
+    **each(("packing_strategy", "max_packs", "packing_ratio", "num_proc"), Drop("`data.packing` packs all rows")),
+    "split_across_pack": switch(Write({"data.packing_strategy": "wrapped"}), Write({"data.packing_strategy": "bfd"})),
 }
 _LOADER: Rules = {
     "shuffle": same("data.shuffle"),
     "num_workers": same("training.dataloader_num_workers"),
-    **dict.fromkeys((TARGET, "collate_fn", "drop_last", "pin_memory", "prefetch_factor", "persistent_workers"), _COLLATION),
-    "batch_size": leave("the micro-batch is `training.per_device_train_batch_size`"),
+    **each((TARGET, "collate_fn", "drop_last", "pin_memory", "prefetch_factor", "persistent_workers"), _COLLATION),
+    "batch_size": Drop("the micro-batch is `training.per_device_train_batch_size`"),
 }
 _EVAL_LOADER: Rules = {
     **_LOADER,
@@ -328,17 +278,17 @@ _EVAL_LOADER: Rules = {
 # ---- Optimizer, schedule, checkpoints
 
 
-def defaults(ledger: Ledger) -> dict[str, Any]:
+def defaults(ledger: Ledger) -> dict[str, object]:
     """Return the decay, that of the class in torch, and the schedule: constant without `lr_scheduler`, a cosine with it."""
-    is_adamw = decays_by_default(ledger, of_the_class=_last(ledger, ("optimizer",)) == "AdamW")
+    is_adamw = decays_by_default(ledger, of_the_class=_last(ledger.value("optimizer", TARGET)) == "AdamW")
     # Adam, SGD and the AdamW of TransformerEngine (`FusedAdam`) have none.
-    decay: dict[str, Any] = {"training.weight_decay": 0.01} if is_adamw else {}
+    decay: dict[str, object] = {"training.weight_decay": 0.01} if is_adamw else {}
     if not isinstance(ledger.value("lr_scheduler"), dict):
         return {**decay, "training.lr_scheduler_type": "constant"}
     if ledger.get("training", "warmup_steps") is None:
         words = "Automodel warms up for a tenth of all steps, at most 1,000, from a tenth of the rate; here it starts at 0"
         ledger.decide(("training", "warmup_steps"), words)
-    found: dict[str, Any] = {**decay, "training.lr_scheduler_type": "cosine_with_min_lr", "training.warmup_steps": 0.1}
+    found: dict[str, object] = {**decay, "training.lr_scheduler_type": "cosine_with_min_lr", "training.warmup_steps": 0.1}
     kind = ledger.get("training", "lr_scheduler_type")
     rate = ledger.decided(("training", "learning_rate"), ledger.get("training", "learning_rate"))
     if kind in (None, "cosine_with_min_lr") and isinstance(rate, int | float):
@@ -346,97 +296,74 @@ def defaults(ledger: Ledger) -> dict[str, Any]:
     return found
 
 
-def _betas(ledger: Ledger, path: Path, value: object) -> None:
-    pair = cast("list[Any]", value) if isinstance(value, list) else []
+def _betas(key: FileKey) -> Outcome:
+    pair = as_list(key.value)
     if len(pair) == 2:
-        ledger.write(path, {"training.adam_beta1": pair[0], "training.adam_beta2": pair[1]}, Fate.CONVERTED)
-    else:
-        ledger.ask(path, "write `training: {adam_beta1: …, adam_beta2: …}`", ("training", "adam_beta1"))
+        return Write({"training.adam_beta1": pair[0], "training.adam_beta2": pair[1]})
+    return Ask("write `training: {adam_beta1: …, adam_beta2: …}`", "training.adam_beta1")
 
 
-def _decay(ledger: Ledger, path: Path, value: Any) -> None:
-    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine_with_min_lr"}
-    if value in names:
-        ledger.write(path, {"training.lr_scheduler_type": names[value]}, Fate.CONVERTED)
-    else:
-        ledger.ask(path, f"`{value}` is not known here: cosine, linear, constant …", ("training", "lr_scheduler_type"))
+_decay = cases(
+    "training.lr_scheduler_type",
+    {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine_with_min_lr"},
+    lambda key: Ask(f"`{key.value}` is not known here: cosine, linear, constant …", "training.lr_scheduler_type"),
+)
 
 
-def _least_rate(ledger: Ledger, path: Path, value: Any) -> None:
-    style = ledger.value("lr_scheduler", "lr_decay_style") or "cosine"
+def _least_rate(key: FileKey) -> Outcome:
+    style = key.of_file("lr_scheduler", "lr_decay_style") or "cosine"
     if style == "cosine":
-        ledger.write(path, {"training.lr_scheduler_kwargs.min_lr": value}, Fate.CONVERTED)
-    elif style == "constant" or value == 0:
-        ledger.drop(path, f"no effect on a {style} schedule")
-    else:
-        ledger.ask(path, f"a {style} schedule ends at 0 here", ("training", "lr_scheduler_kwargs"))
+        return Write({"training.lr_scheduler_kwargs.min_lr": key.value})
+    if style == "constant" or key.value == 0:
+        return Drop(f"no effect on a {style} schedule")
+    return Ask(f"a {style} schedule ends at 0 here", "training.lr_scheduler_kwargs")
 
 
-def _saving(ledger: Ledger, path: Path, value: Any) -> None:
-    if is_on(value):
-        ledger.drop(path, "on, as it is here")
-    else:
-        ledger.write(path, {"training.save_strategy": "no"}, Fate.CONVERTED, "no checkpoint but the last one")
+def _interval(name: str) -> Rule:
+    return lambda key: Write({f"training.{name}_steps": key.value, f"training.{name}_strategy": "steps"})
 
 
-def _intervals(name: str) -> Rule:
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        if name == "save" and ledger.value("checkpoint", "enabled") is False:
-            ledger.drop(path, "`checkpoint.enabled` is off")
-        else:
-            ledger.write(path, {f"training.{name}_steps": value, f"training.{name}_strategy": "steps"}, Fate.CONVERTED)
-
-    return rule
+def _saves(key: FileKey) -> Outcome:
+    if key.of_file("checkpoint", "enabled") is False:
+        return Drop("`checkpoint.enabled` is off")
+    return outcome_of(_interval("save"), key)
 
 
-def _environment(name: str) -> Rule:
-    return lambda ledger, path, value: ledger.write(path, {("launch", "env", name): str(value)}, Fate.CONVERTED)
-
-
-def _tracker(ledger: Ledger, path: Path, value: Any) -> None:
-    if isinstance(value, dict) and cast("dict[str, Any]", value).get("enable") is not False:
-        ledger.set(("training", "report_to"), ["wandb"], "wandb", Weight.IMPLIED)
-    _WANDB(ledger, path, value)
+def _tracker(key: FileKey) -> Outcome:
+    is_tracked = is_mapping(key.value) and key.value.get("enable") is not False
+    report = [Also("training.report_to", ["wandb"], "wandb")] if is_tracked else []
+    return [*report, *steps(outcome_of(_WANDB, key))]
 
 
 _WANDB = section(
     {
-        "enable": leave("`training.report_to` names the trackers"),
-        "project": _environment("WANDB_PROJECT"),
-        "entity": _environment("WANDB_ENTITY"),
-        "name": _environment("WANDB_NAME"),
-        "group": _environment("WANDB_RUN_GROUP"),
-        **dict.fromkeys(("save_dir", "dir"), leave("trackers write to the run directory")),
+        "enable": Drop("`training.report_to` names the trackers"),
+        "project": variable("WANDB_PROJECT"),
+        "entity": variable("WANDB_ENTITY"),
+        "name": variable("WANDB_NAME"),
+        "group": variable("WANDB_RUN_GROUP"),
+        **each(("save_dir", "dir"), Drop("trackers write to the run directory")),
     }
 )
-
-
-def _nf4(ledger: Ledger, path: Path, value: Any) -> None:
-    if is_on(value):
-        ledger.write(path, {"quantization.load": "nf4"}, Fate.CONVERTED)
-    else:
-        ledger.drop(path, "off, as it is here")
-
-
 _QUANTIZATION: Rules = {
-    "load_in_4bit": _nf4,
+    "load_in_4bit": implies({"quantization.load": "nf4"}),
     "load_in_8bit": off_or("off, as it is here", "8 bits are not supported: 4 bits are `quantization: {load: nf4}`"),
-    "bnb_4bit_quant_type": fine_or(("nf4",), "4 bits are NF4 here", "4 bits are NF4 here", "quantization", "load"),
-    "bnb_4bit_quant_storage": leave("shards hold the packed bits"),
+    "bnb_4bit_quant_type": fine_or(("nf4",), "4 bits are NF4 here", "4 bits are NF4 here", "quantization.load"),
+    "bnb_4bit_quant_storage": Drop("shards hold the packed bits"),
 }
 _CHECKPOINT: Rules = {
-    "enabled": _saving,
+    "enabled": switch(Drop("on, as it is here"), Write({"training.save_strategy": "no"}, "no checkpoint but the last one")),
     "checkpoint_dir": same("output_dir"),
-    **dict.fromkeys(("model_save_format", "save_consolidated", "dequantize_base_checkpoint"), leave("`merge-checkpoint` makes one model")),
+    **each(("model_save_format", "save_consolidated", "dequantize_base_checkpoint"), Drop("`merge-checkpoint` makes one model")),
 }
 _STEPS: Rules = {
     "global_batch_size": same("training.global_batch_size"),
     "local_batch_size": same("training.per_device_train_batch_size"),
-    "ckpt_every_steps": _intervals("save"),
-    "val_every_steps": _intervals("eval"),
+    "ckpt_every_steps": _saves,
+    "val_every_steps": _interval("eval"),
     "num_epochs": same("training.num_train_epochs"),
     "max_steps": same("training.max_steps"),
-    "gc_every_steps": leave("Python's collector is left alone"),
+    "gc_every_steps": Drop("Python's collector is left alone"),
 }
 _RATES: Rules = {
     "lr_decay_style": _decay,
@@ -448,22 +375,22 @@ _STEP: Rules = {
     "lr": same("training.learning_rate"),
     "betas": _betas,
     "eps": same("training.adam_epsilon"),
-    **dict.fromkeys(("foreach", "fused", "capturable"), leave("the fastest form that the device has is used")),
-    **dict.fromkeys(("master_weights", "master_weight_bits", "store_param_remainders"), leave("the dtype of the weights is `model.dtype`")),
-    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), leave("moments are fp32; `adamw_torch_8bit` keeps 8 bits")),
+    **each(("foreach", "fused", "capturable"), Drop("the fastest form that the device has is used")),
+    **each(("master_weights", "master_weight_bits", "store_param_remainders"), Drop("the dtype of the weights is `model.dtype`")),
+    **each(("exp_avg_dtype", "exp_avg_sq_dtype"), Drop("moments are fp32; `adamw_torch_8bit` keeps 8 bits")),
 }
 OTHER_MODELS = {"flow_matching": "diffusion models"}
 RULES: Rules = {
-    "recipe": leave("supervised fine-tuning is what `train` does"),
+    "recipe": Drop("supervised fine-tuning is what `train` does"),
     "step_scheduler": section(_STEPS),
-    "dist_env": leave("ranks are started by `fsdp-tune train`; one without progress ends after `launch.hang_timeout`"),
-    "rng": section({"seed": same("training.seed"), **dict.fromkeys((TARGET, "ranked"), leave("each rank has a stream of its own"))}),
+    "dist_env": Drop("ranks are started by `fsdp-tune train`; one without progress ends after `launch.hang_timeout`"),
+    "rng": section({"seed": same("training.seed"), **each((TARGET, "ranked"), Drop("each rank has a stream of its own"))}),
     "model": section(_MODEL),
     "peft": section(_PEFT),
-    "tokenizer": _model_tokenizer,
+    "tokenizer": _tokenizer,
     "distributed": section(_PARALLEL),
-    "parallelizer": section({TARGET: leave("ranks are sharded by `fsdp:`"), "activation_checkpointing": _recomputation}),
-    "loss_fn": leave("the loss is the cross-entropy of the trained tokens; `kernels.loss` chooses how it is computed"),
+    "parallelizer": section({TARGET: Drop("ranks are sharded by `fsdp:`"), "activation_checkpointing": _recomputation}),
+    "loss_fn": Drop("the loss is the cross-entropy of the trained tokens; `kernels.loss` chooses how it is computed"),
     "dataset": _rows(("data", "train", 0)),
     "validation_dataset": _rows(("data", "eval", 0)),
     "packed_sequence": section(_PACKING),
@@ -478,23 +405,21 @@ RULES: Rules = {
     "compile": section(
         {
             "enabled": same("kernels.compile"),
-            **dict.fromkeys(
-                ("mode", "fullgraph", "dynamic", "backend", "options", "dynamo_cache_size_limit"), leave("see `kernels.compile`")
-            ),
+            **each(("mode", "fullgraph", "dynamic", "backend", "options", "dynamo_cache_size_limit"), Drop("see `kernels.compile`")),
         }
     ),
     "fp8": section(
         {
             "enabled": implies({"precision.mixed_precision": "fp8"}),
             "recipe_name": same("precision.fp8_recipe"),
-            **dict.fromkeys(
+            **each(
                 ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp", "force_recompute_fp8_weight_in_bwd"),
-                leave("see `precision.mixed_precision: fp8`"),
+                Drop("see `precision.mixed_precision: fp8`"),
             ),
-            "filter_fqns": leave("the head stays in bf16"),
+            "filter_fqns": Drop("the head stays in bf16"),
             "emulate": off_or("off", "fp8 is not emulated"),
         }
     ),
-    **dict.fromkeys(("ci", "benchmark", "nsys", "slurm", "launcher"), leave("a matter of Automodel's own machines")),
+    **each(("ci", "benchmark", "nsys", "slurm", "launcher"), Drop("a matter of Automodel's own machines")),
 }
-"""By name; see `general.settle_key`."""
+"""By name; see `settling.settle_key`."""

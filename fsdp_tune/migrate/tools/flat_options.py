@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, cast
 
-from fsdp_tune.migrate.general import (
-    DFT,
+from fsdp_tune.migrate.general import DFT, by_name, chat_template, dtype, sources
+from fsdp_tune.migrate.ledger import Ledger, LedgerView
+from fsdp_tune.migrate.read.command_line import COMMAND
+from fsdp_tune.migrate.rules import (
     TRAIN,
     UNSUPPORTED_SWITCH,
+    Also,
+    Decide,
+    FileKey,
+    Inside,
+    Outcome,
     Rule,
     Rules,
-    SourceRule,
+    Step,
     by_synonym,
-    chat_template,
-    dtype,
+    cases,
+    each,
     fine_or,
     implies,
-    leave,
+    in_source,
     lora_targets,
+    of_the_set,
     off_or,
-    question,
+    outcome_of,
+    renamed,
     same,
     section,
-    settle_all,
-    settle_by_name,
-    settle_source,
+    steps,
 )
-from fsdp_tune.migrate.ledger import Fate, Ledger, Path, Weight
-from fsdp_tune.migrate.read.command_line import COMMAND
 from fsdp_tune.migrate.tools.long_rows import packing_strategy
+from fsdp_tune.recipe.outcome import Ask, Drop, Path, Weight, Write
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MEDIA = "models with images or sound are not trained here"
 """Said of an option."""
+FIRST: Path = (*TRAIN, 0)
 
 
-def method(ledger: Ledger, path: Path, value: Any) -> None:
-    if value == "lora":
-        ledger.write(path, {"lora": {}}, Fate.CONVERTED)
-    else:
-        by_synonym("finetuning_type" if path[-1] == "finetuning_type" else "tuner_type")(ledger, path, value)
+def method(key: FileKey) -> Outcome:
+    name = "finetuning_type" if key.name == "finetuning_type" else "tuner_type"
+    return Write({"lora": {}}) if key.value == "lora" else SYNONYMS[name].outcome(key.value)
 
 
 _NAME = re.compile(r"(?P<path>[^:#]+|.*?)(?::(?P<subset>[^:#]+))?(?:#(?P<rows>\d+))?")
@@ -51,9 +54,10 @@ _NAME = re.compile(r"(?P<path>[^:#]+|.*?)(?::(?P<subset>[^:#]+))?(?:#(?P<rows>\d
 def _named_datasets(place: Path) -> Rule:
     """`org/name:subset#rows`, or files; several with spaces between them."""
 
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        names = [str(name) for name in (cast("list[Any]", value) if isinstance(value, list) else [value])]
-        settings: dict[Path, Any] = {}
+    def rule(key: FileKey) -> Outcome:
+        names = [str(name) for name in key.items]
+        settings: dict[Path, object] = {}
+        decisions: list[Step] = []
         for index, name in enumerate(names):
             match = _NAME.fullmatch(name)
             assert match is not None
@@ -62,88 +66,83 @@ def _named_datasets(place: Path) -> Rule:
             if match["rows"]:
                 settings[(*place, index, "max_rows")] = int(match["rows"])
                 words = f"ms-swift draws {match['rows']} rows, and repeats those of a smaller set; here it is the most, from the first on"
-                ledger.decide((*place, index, "max_rows"), words)
+                decisions.append(Decide((*place, index, "max_rows"), words))
         from_hub = any("/" in name and not name.startswith((".", "/")) for name in names)
-        ledger.write(path, settings, Fate.CONVERTED, "ids are of ModelScope there, of the Hugging Face hub here" if from_hub else "")
+        return [*decisions, Write(settings, "ids are of ModelScope there, of the Hugging Face hub here" if from_hub else "")]
 
     return rule
 
 
-def _model(ledger: Ledger, path: Path, value: Any) -> None:
-    is_local = str(value).startswith((".", "/"))
-    reason = "" if is_local else "an id of ModelScope there, of the Hugging Face hub here"
-    ledger.write(path, {"model.name_or_path": value}, Fate.CONVERTED, reason)
+def _model(key: FileKey) -> Outcome:
+    is_local = str(key.value).startswith((".", "/"))
+    return Write({"model.name_or_path": key.value}, "" if is_local else "an id of ModelScope there, of the Hugging Face hub here")
 
 
-def _pretraining(ledger: Ledger, path: Path, value: object) -> None:
+def _pretraining(key: FileKey) -> Outcome:
     """`swift pt` trains every token of rows without a chat template, whatever the options say."""
-    ledger.write(path, {"data.loss_on": "all"}, Fate.CONVERTED, f"`swift {value}` trains every token")
     words = "`swift pt` joins the messages of a row without a chat template: write such rows as `text`, or train them by the template"
-    ledger.decide(("data", "chat_template"), words)
+    return [Write({"data.loss_on": "all"}, f"`swift {key.value}` trains every token"), Decide("data.chat_template", words)]
 
 
-def unless_pretraining(rule: Rule, key: str, words: str) -> Rule:
-    """Return a rule for a key that is not read in pre-training. `key`: of the method, which is `pt` then."""
-    return lambda ledger, path, value: ledger.drop(path, words) if ledger.value(key) == "pt" else rule(ledger, path, value)
+def unless_pretraining(rule: Rule, name: str, words: str) -> Rule:
+    """Return a rule for a key that is not read in pre-training. `name`: the key of the method, which is `pt` then."""
+    return lambda key: Drop(words) if key.of_file(name) == "pt" else outcome_of(rule, key)
 
 
 def _unless_pretraining(rule: Rule) -> Rule:
     return unless_pretraining(rule, COMMAND, "`swift pt` sets it: every token of rows without a chat template")
 
 
-def _loss_scale(ledger: Ledger, path: Path, value: Any) -> None:
-    """Which tokens are trained."""
-    names = {"default": "assistant", "last_round": "last_assistant", "all": "all"}
-    if value in names:
-        ledger.write(path, {"data.loss_on": names[value]}, Fate.CONVERTED)
-    else:
-        ledger.ask(path, "tokens have one weight here: write `data: {loss_on: …}`", ("data", "loss_on"))
+_loss_scale = cases(
+    "data.loss_on",
+    {"default": "assistant", "last_round": "last_assistant", "all": "all"},
+    Ask("tokens have one weight here: write `data: {loss_on: …}`", "data.loss_on"),
+)
+_truncation = cases(
+    "data.overlong",
+    {"delete": "drop", "right": "truncate", "split": "split", "raise": "error"},
+    Ask("rows are cut at their end: `data: {overlong: truncate}`, or `drop`", "data.overlong"),
+)
 
 
-def _new_tokens(ledger: Ledger, path: Path, value: Any) -> None:
+def _new_tokens(key: FileKey) -> Outcome:
     """Tokens, or files of words."""
-    names = [str(each) for each in cast("list[Any]", value)] if isinstance(value, list) else str(value).split()
+    names = [str(each) for each in key.items] if isinstance(key.value, list) else str(key.value).split()
     if any(name.endswith(".txt") for name in names):
-        ledger.ask(path, "write the words of the file: `model: {tokens: {add: […]}}`", ("model", "tokens", "add"))
-    else:
-        ledger.write(path, {"model.tokens.add": names}, Fate.CONVERTED)
+        return Ask("write the words of the file: `model: {tokens: {add: […]}}`", "model.tokens.add")
+    return Write({"model.tokens.add": names})
 
 
-def _interleaved(ledger: Ledger, path: Path, value: Any) -> None:
-    shares = cast("list[Any]", value) if isinstance(value, list) else [value]
-    ledger.write(path, {(*TRAIN, index, "weight"): float(share) for index, share in enumerate(shares)}, Fate.CONVERTED)
+def _interleaved(key: FileKey) -> Outcome:
+    return Write({(*TRAIN, index, "weight"): float(share) for index, share in enumerate(key.items)})
 
 
-def _torch_dtype(ledger: Ledger, path: Path, value: object) -> None:
-    dtype("model.dtype")(ledger, path, value)
-    computed = "bf16" if value in ("bfloat16", "bf16") else "fp16"
-    ledger.set(("precision", "mixed_precision"), computed, f"{path[-1]}: ms-swift computes in half precision", Weight.IMPLIED)
+def _torch_dtype(key: FileKey) -> Outcome:
+    computed = "bf16" if key.value in ("bfloat16", "bf16") else "fp16"
+    return [*steps(dtype(key)), Also("precision.mixed_precision", computed, f"{key.name}: ms-swift computes in half precision")]
 
 
-def _truncation(ledger: Ledger, path: Path, value: Any) -> None:
-    names = {"delete": "drop", "right": "truncate", "split": "split", "raise": "error"}
-    if value in names:
-        ledger.write(path, {"data.overlong": names[value]}, Fate.CONVERTED)
-    else:
-        ledger.ask(path, "rows are cut at their end: `data: {overlong: truncate}`, or `drop`", ("data", "overlong"))
+_STAGES = {"0": "NO_SHARD", "1": "SHARD_GRAD_OP", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}
 
 
-def _sharding(ledger: Ledger, path: Path, value: Any) -> None:
+def _sharding(key: FileKey) -> Outcome:
     """`zero2`, `zero3_offload` …, or a file."""
-    match = re.fullmatch(r"zero([0-3])(_offload)?", str(value))
+    match = re.fullmatch(r"zero([0-3])(_offload)?", str(key.value))
     if match is None:
-        settle_by_name(ledger, path, value)
-        return
-    strategy = {"0": "NO_SHARD", "1": "SHARD_GRAD_OP", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}[match[1]]
-    settings: dict[str, Any] = {"fsdp.sharding_strategy": strategy} | ({"fsdp.offload_params": True} if match[2] else {})
-    ledger.write(path, settings, Fate.CONVERTED)
+        return by_name(key)
+    return Write({"fsdp.sharding_strategy": _STAGES[match[1]], **({"fsdp.offload_params": True} if match[2] else {})})
+
+
+def _attention(key: FileKey) -> Outcome:
+    outcome = SYNONYMS["flash_attn"].outcome(key.value)
+    return outcome if isinstance(outcome, Write) else Write({"model.attn_implementation": key.value})
 
 
 SWIFT_RULES: Rules = {
-    **dict.fromkeys(("model", "model_id_or_path"), _model),
+    **each(("model", "model_id_or_path"), _model),
     "dataset": _named_datasets(("data", "train")),
     "val_dataset": _named_datasets(("data", "eval")),
-    **dict.fromkeys(("train_type", "tuner_type", "sft_type"), method),
+    **each(("train_type", "tuner_type", "sft_type"), method),
     "target_modules": lora_targets,
     "torch_dtype": _torch_dtype,
     "new_special_tokens": _new_tokens,
@@ -152,74 +151,66 @@ SWIFT_RULES: Rules = {
     "enable_dft_loss": implies({"training.loss": "dft"}, DFT),
     "lorap_lr_ratio": same("lora.loraplus_lr_ratio"),
     "init_weights": same("lora.init_lora_weights"),
-    "lora_bias": fine_or(("none",), "off, as it is here", "`lora: {bias: …}` trains biases", "lora", "bias"),
-    **dict.fromkeys(("lazy_tokenize", "use_logits_to_keep", "acc_strategy", "experts_impl"), leave("a matter of ms-swift's own code")),
-    **dict.fromkeys(("use_ray", "device_groups"), leave("ranks are started by `fsdp-tune train`")),
+    "lora_bias": fine_or(("none",), "off, as it is here", "`lora: {bias: …}` trains biases", "lora.bias"),
+    **each(("lazy_tokenize", "use_logits_to_keep", "acc_strategy", "experts_impl"), Drop("a matter of ms-swift's own code")),
+    **each(("use_ray", "device_groups"), Drop("ranks are started by `fsdp-tune train`")),
     COMMAND: _pretraining,
     "loss_scale": _unless_pretraining(_loss_scale),
     "truncation_strategy": _truncation,
     "deepspeed": _sharding,
-    "template": _unless_pretraining(chat_template("data.chat_template")),
+    "template": _unless_pretraining(chat_template),
     "sequence_parallel_size": same("parallelism.sp_size"),
-    "attn_impl": lambda ledger, path, value: ledger.write(
-        path, (SYNONYMS["flash_attn"].advice(value).tree or {"model.attn_implementation": value}), Fate.CONVERTED
-    ),
+    "attn_impl": _attention,
     "streaming": same("data.streaming"),
     "shuffle_buffer_size": same("data.shuffle_buffer_size"),
     "dataset_shuffle": same("data.shuffle"),
     "train_dataloader_shuffle": same("data.shuffle"),
-    **dict.fromkeys(("load_from_cache_file", "add_version", "use_hf", "check_model"), leave("a matter of ms-swift's own code")),
-    **dict.fromkeys(("freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "max_pixels"), leave(MEDIA)),
+    **each(("load_from_cache_file", "add_version", "use_hf", "check_model"), Drop("a matter of ms-swift's own code")),
+    **each(("freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "max_pixels"), Drop(MEDIA)),
     "freeze_llm": off_or("off", "the language model is what is trained; `model: {freeze: [PATTERN]}` freezes parts"),
     "use_chat_template": _unless_pretraining(off_or("rows of text have no template", "chats are rendered by the chat template")),
-    **dict.fromkeys(("model_author", "model_name"), question("write the name into the rows", "data", "train")),
-    "system": question("add the system message to the rows", "data", "train"),
+    **each(("model_author", "model_name"), Ask("write the name into the rows", TRAIN)),
+    "system": Ask("add the system message to the rows", TRAIN),
     "task_type": fine_or(("causal_lm",), "the models are causal language models", "classifiers and embeddings are not trained here"),
-    "model_type": leave("classes follow from the files of the model"),
-    "quant_method": leave("4 bits are NF4 here, as in bitsandbytes"),
+    "model_type": Drop("classes follow from the files of the model"),
+    "quant_method": Drop("4 bits are NF4 here, as in bitsandbytes"),
     "merge_lora": by_synonym("merge_lora"),
 }
-"""By name; see `general.settle_key`."""
+"""By name; see `settling.settle_key`."""
 SWIFT_UNSUPPORTED = {"rlhf_type": "preference tuning"}
 
 
 # ---- run_clm.py of transformers, and the options that TRL has too
 
-FIRST: Path = (*TRAIN, 0)
+
+def _optional_adapter(key: FileKey) -> Outcome:
+    return Write({"lora": {}}) if isinstance(SYNONYMS["use_peft"].outcome(key.value), Write) else Drop("off, as it is here")
 
 
-def of_the_set(name: str, place: Path = FIRST) -> Rule:
-    """Return a rule for a key of the only data set, or of the one at `place`."""
-    return lambda ledger, path, value: ledger.write(path, {(*place, name): value}, Fate.CONVERTED)
-
-
-def _optional_adapter(ledger: Ledger, path: Path, value: Any) -> None:
-    advice = SYNONYMS["use_peft"].advice(value)
-    if advice.tree:
-        ledger.write(path, {"lora": {}}, Fate.CONVERTED)
-    else:
-        ledger.drop(path, "off, as it is here")
-
-
-def _share_held_out(ledger: Ledger, path: Path, value: Any) -> None:
+def _share_held_out(key: FileKey) -> Outcome:
     """A percentage of the training rows; a file or a split of its own comes first."""
-    if ledger.value("validation_file") is not None:
-        ledger.drop(path, "`validation_file` is evaluated")
-    elif not isinstance(value, int | float):
-        ledger.ask(path, "write a share: `data: {eval: {fraction: 0.05}}`", ("data", "eval"))
-    elif not ledger.value("do_eval") and ledger.value("eval_strategy") in (None, "no"):
-        ledger.drop(path, "nothing is evaluated")
-    else:
-        ledger.write(path, {"data.eval.fraction": float(value) / 100}, Fate.CONVERTED, "a percentage there, a share here")
+    if key.of_file("validation_file") is not None:
+        return Drop("`validation_file` is evaluated")
+    if not isinstance(key.value, int | float):
+        return Ask("write a share: `data: {eval: {fraction: 0.05}}`", "data.eval")
+    if not key.of_file("do_eval") and key.of_file("eval_strategy") in (None, "no"):
+        return Drop("nothing is evaluated")
+    return Write({"data.eval.fraction": float(key.value) / 100}, "a percentage there, a share here")
 
 
-OF_SCRIPTS: dict[str, Rule] = {
+def _config_name(key: FileKey) -> Outcome:
+    if key.value == key.of_file("model_name_or_path"):
+        return Drop("it is that of the model")
+    return Ask("a model of random weights is `model: {from_config: …}`", "model.from_config")
+
+
+OF_SCRIPTS: Rules = {
     "model_name_or_path": same("model.name_or_path"),
     "dataset_name": of_the_set("path"),
-    **dict.fromkeys(("dataset_config", "dataset_config_name"), of_the_set("name")),
+    **each(("dataset_config", "dataset_config_name"), of_the_set("name")),
     "dataset_train_split": of_the_set("split"),
     "use_peft": _optional_adapter,
-    "lora_task_type": leave("the models are causal language models"),
+    "lora_task_type": Drop("the models are causal language models"),
 }
 """Options of `trl sft` and `run_clm.py`."""
 EXAMPLE_RULES: Rules = {
@@ -228,18 +219,14 @@ EXAMPLE_RULES: Rules = {
     "validation_file": of_the_set("path", ("data", "eval", 0)),
     "validation_split_percentage": _share_held_out,
     "max_train_samples": of_the_set("max_rows"),
-    "max_eval_samples": question("write a number of rows: `data: {eval: {rows: …}}`", "data", "eval"),
-    "keep_linebreaks": leave("rows of a text keep their line ends"),
-    "config_name": lambda ledger, path, value: (
-        ledger.drop(path, "it is that of the model")
-        if value == ledger.value("model_name_or_path")
-        else ledger.ask(path, "a model of random weights is `model: {from_config: …}`", ("model", "from_config"))
-    ),
-    "config_overrides": question("write a mapping: `{n_layer: 2}`", "model", "config_overrides"),
-    "model_type": leave("classes follow from the files of model and tokenizer"),
+    "max_eval_samples": Ask("write a number of rows: `data: {eval: {rows: …}}`", "data.eval"),
+    "keep_linebreaks": Drop("rows of a text keep their line ends"),
+    "config_name": _config_name,
+    "config_overrides": Ask("write a mapping: `{n_layer: 2}`", "model.config_overrides"),
+    "model_type": Drop("classes follow from the files of model and tokenizer"),
     "streaming": same("data.streaming"),
 }
-"""By name; see `general.settle_key`."""
+"""By name; see `settling.settle_key`."""
 
 
 def pack_texts(ledger: Ledger) -> None:
@@ -252,45 +239,34 @@ def pack_texts(ledger: Ledger) -> None:
 
 # ---- Mixtures of TRL and of the alignment handbook
 
+_WRITE_SETS = "write the data sets as `data: {train: [{path: NAME}]}`"
 
-def listed_sources(named: Mapping[str, SourceRule] | None = None) -> Rule:
-    """Return a rule for a mixture. `named`: as in `settle_source`."""
 
-    def rule(ledger: Ledger, path: Path, value: object) -> None:
-        if not isinstance(value, list):
-            ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
-            return
-        for index in range(len(cast("list[Any]", value))):
-            settle_source(ledger, (*path, index), (*TRAIN, index), named)
+def _kept_share(key: FileKey) -> Outcome:
+    if key.value == 1:
+        return Drop("all rows are used here too")
+    return Ask("a share of the rows, drawn once, is used: write their number, `max_rows: N`", (*key.place, "max_rows"))
+
+
+MIXED: Rules = {"id": in_source("path"), "config": in_source("name"), "weight": _kept_share}
+"""Of the alignment handbook and its descendants."""
+
+
+def _mixer(key: FileKey) -> Outcome:
+    """{data set: share of its training rows}, of the older alignment handbook."""
+    if not key.mapping:
+        return Ask(_WRITE_SETS, TRAIN)
+    return Inside({name: _mixed_set((*TRAIN, index)) for index, name in enumerate(key.mapping)}, nulls=True)
+
+
+def _mixed_set(place: Path) -> Rule:
+    def rule(key: FileKey) -> Outcome:
+        if key.value == 1:
+            return Write({(*place, "path"): key.path[-1]})
+        path = Also((*place, "path"), key.path[-1], dotted(key.path), Weight.GIVEN)
+        return [path, *steps(_kept_share(FileKey(key.ledger, key.path, key.value, place)))]
 
     return rule
-
-
-def _kept_share(ledger: Ledger, path: Path, place: Path, value: Any) -> None:
-    if value == 1:
-        ledger.drop(path, "all rows are used here too")
-    else:
-        ledger.ask(path, "a share of the rows, drawn once, is used: write their number, `max_rows: N`", (*place, "max_rows"))
-
-
-MIXED: dict[str, SourceRule] = {  # of the alignment handbook and its descendants
-    "id": lambda ledger, path, place, value: ledger.write(path, {(*place, "path"): value}, Fate.CONVERTED),
-    "config": lambda ledger, path, place, value: ledger.write(path, {(*place, "name"): value}, Fate.CONVERTED),
-    "weight": _kept_share,
-}
-
-
-def mixer(ledger: Ledger, path: Path, value: object) -> None:
-    """{data set: share of its training rows}, of the older alignment handbook."""
-    for index, (name, share) in enumerate(cast("dict[str, Any]", value).items() if isinstance(value, dict) else ()):
-        inner = (*path, name)
-        if share == 1:
-            ledger.write(inner, {(*TRAIN, index, "path"): name}, Fate.CONVERTED)
-        else:
-            ledger.set((*TRAIN, index, "path"), name, dotted(inner), Weight.GIVEN)
-            _kept_share(ledger, inner, (*TRAIN, index), share)
-    if ledger.is_open(path):
-        ledger.ask(path, "write the data sets as `data: {train: [{path: NAME}]}`", TRAIN)
 
 
 # ---- TRL
@@ -299,7 +275,7 @@ def mixer(ledger: Ledger, path: Path, value: object) -> None:
 _MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")
 
 
-def is_mixed(ledger: Ledger, path: Path = ("",)) -> bool:
+def is_mixed(ledger: LedgerView, path: Path = ("",)) -> bool:
     """Return whether there is a mixture beside a key: the single data set is ignored then."""
     return any(ledger.value(*path[:-1], name) for name in _MIXTURES)
 
@@ -307,79 +283,52 @@ def is_mixed(ledger: Ledger, path: Path = ("",)) -> bool:
 def _single(rule: Rule) -> Rule:
     """Return a rule for a key of the single data set."""
     words = "the mixture is read, and not the single data set"
-    return lambda ledger, path, value: ledger.drop(path, words) if is_mixed(ledger, path) else rule(ledger, path, value)
+    return lambda key: Drop(words) if is_mixed(key.ledger, key.path) else outcome_of(rule, key)
 
 
-def _train_split(ledger: Ledger, path: Path, value: Any) -> None:
-    if not is_mixed(ledger, path):
-        ledger.write(path, {(*FIRST, "split"): value}, Fate.CONVERTED)
-    elif value == "train":
-        ledger.drop(path, "a mixture has this one")
-    else:
-        ledger.ask(path, "a mixture has the split `train` alone: the splits of its data sets are theirs", TRAIN)
+def _train_split(key: FileKey) -> Outcome:
+    if not is_mixed(key.ledger, key.path):
+        return Write({(*FIRST, "split"): key.value})
+    if key.value == "train":
+        return Drop("a mixture has this one")
+    return Ask("a mixture has the split `train` alone: the splits of its data sets are theirs", TRAIN)
 
 
-def _eval_split(ledger: Ledger, path: Path, value: Any) -> None:
+def _eval_split(key: FileKey) -> Outcome:
     """TRL reads it only if it evaluates; of a mixture it is the rows that are held out."""
-    if ledger.value("eval_strategy") in (None, "no"):
-        ledger.drop(path, "`eval_strategy` evaluates nothing")
-        return
-    if is_mixed(ledger, path):
-        size = ledger.value(*path[:-1], "test_split_size") or ledger.value(*path[:-1], "dataset_mixture", "test_split_size")
-        if size and value == "test":
-            ledger.drop(path, "the rows that `test_split_size` holds out")
-        else:
-            ledger.ask(path, "a mixture has the split `test` alone, by `test_split_size`", ("data", "eval"))
-        return
-    settings: dict[Path, Any] = {("data", "eval", 0, "path"): ledger.value("dataset_name") or "NAME", ("data", "eval", 0, "split"): value}
-    if (config := ledger.value("dataset_config")) is not None:
-        settings[("data", "eval", 0, "name")] = config
-    ledger.write(path, settings, Fate.CONVERTED)
+    if key.of_file("eval_strategy") in (None, "no"):
+        return Drop("`eval_strategy` evaluates nothing")
+    if is_mixed(key.ledger, key.path):
+        size = key.beside("test_split_size") or key.beside("dataset_mixture", "test_split_size")
+        if size and key.value == "test":
+            return Drop("the rows that `test_split_size` holds out")
+        return Ask("a mixture has the split `test` alone, by `test_split_size`", "data.eval")
+    place: Path = ("data", "eval", 0)
+    config = key.of_file("dataset_config")
+    settings: dict[Path, object] = {(*place, "path"): key.of_file("dataset_name") or "NAME", (*place, "split"): key.value}
+    return Write(settings | ({(*place, "name"): config} if config is not None else {}))
 
 
-def _text_field(ledger: Ledger, path: Path, value: object) -> None:
-    if value == "text":
-        ledger.drop(path, "`text` is the name of that column here too")
-    else:
-        ledger.write(path, {(*FIRST, "rename_columns", str(value)): "text"}, Fate.CONVERTED)
-
-
-def _held_out(ledger: Ledger, path: Path, value: Any) -> None:
+def _held_out(key: FileKey) -> Outcome:
     """Of all rows of a mixture: a number, or a share below 1."""
-    if not is_mixed(ledger, path):
-        ledger.drop(path, "TRL holds out rows of a mixture (`datasets`) alone")
-        return
-    ledger.write(path, {f"data.eval.{'rows' if isinstance(value, int) else 'fraction'}": value}, Fate.CONVERTED)
+    if not is_mixed(key.ledger, key.path):
+        return Drop("TRL holds out rows of a mixture (`datasets`) alone")
+    return Write({f"data.eval.{'rows' if isinstance(key.value, int) else 'fraction'}": key.value})
 
 
-def _init_kwargs(ledger: Ledger, path: Path, value: object) -> None:
+def _init_kwargs(key: FileKey) -> Outcome:
     """Arguments of `from_pretrained`."""
-    if isinstance(value, dict):
-        settle_all(ledger, path, {})
-    else:
-        ledger.ask(path, "write its keys under `model:`", ("model",))
+    return Inside({}) if isinstance(key.value, dict) else Ask("write its keys under `model:`", "model")
 
 
-def _only(loss_on: str) -> Rule:
-    """Return a rule for a switch of what is trained: off, it is left to the format of the rows."""
-
-    def rule(ledger: Ledger, path: Path, value: Any) -> None:
-        if value is False and loss_on == "assistant":
-            ledger.drop(path, "off: `data.loss_on` says which tokens are trained")
-        else:
-            by_synonym(str(path[-1]))(ledger, path, value)
-
-    return rule
+def _assistant_only(key: FileKey) -> Outcome:
+    """Off, what is trained is left to the format of the rows."""
+    if key.value is False:
+        return Drop("off: `data.loss_on` says which tokens are trained")
+    return SYNONYMS["assistant_only_loss"].outcome(key.value)
 
 
-_OTHER_LOSS = fine_or(("nll", "chunked_nll"), "it is the loss here too", "the loss is `cross_entropy` or `dft`", "training", "loss")
-
-
-def _loss_type(ledger: Ledger, path: Path, value: object) -> None:
-    if value == "dft":
-        ledger.write(path, {"training.loss": "dft"}, Fate.CONVERTED, DFT)
-    else:
-        _OTHER_LOSS(ledger, path, value)
+_OTHER_LOSS = fine_or(("nll", "chunked_nll"), "it is the loss here too", "the loss is `cross_entropy` or `dft`", "training.loss")
 
 
 TRL_RULES: Rules = {
@@ -387,29 +336,29 @@ TRL_RULES: Rules = {
     **{name: _single(OF_SCRIPTS[name]) for name in ("dataset_name", "dataset_config", "dataset_config_name")},
     "dataset_train_split": _train_split,
     "dataset_test_split": _eval_split,
-    "dataset_text_field": _text_field,
+    "dataset_text_field": lambda key: renamed(str(key.value), "text", FIRST),
     "dataset_streaming": _single(same("data.streaming")),
-    "datasets": listed_sources(),
-    "dataset_mixer": mixer,
-    "dataset_configs": question("write `name` of each data set", "data", "train"),
-    "dataset_splits": question("write `split` of each data set; those with `test` in their names are evaluated", "data", "eval"),
+    "datasets": sources(TRAIN, {}, hint=_WRITE_SETS),
+    "dataset_mixer": _mixer,
+    "dataset_configs": Ask("write `name` of each data set", TRAIN),
+    "dataset_splits": Ask("write `split` of each data set; those with `test` in their names are evaluated", "data.eval"),
     "test_split_size": _held_out,
     "dataset_mixture": section(
-        {"datasets": listed_sources(MIXED), "test_split_size": _held_out, "seed": leave("see `training.data_seed`")}
+        {"datasets": sources(TRAIN, MIXED, hint=_WRITE_SETS), "test_split_size": _held_out, "seed": Drop("see `training.data_seed`")}
     ),
     "model_init_kwargs": _init_kwargs,
-    "assistant_only_loss": _only("assistant"),
-    "completion_only_loss": _only("completion"),
+    "assistant_only_loss": _assistant_only,
+    "completion_only_loss": by_synonym("completion_only_loss"),
     "packing_strategy": packing_strategy,
-    "padding_free": leave("packed rows have no padding; `data.packing` packs"),
-    "dataset_kwargs": question("arguments of TRL's preparation of the rows", "data"),
-    **dict.fromkeys(("use_unsloth", "ignore_bias_buffers"), UNSUPPORTED_SWITCH),
+    "padding_free": Drop("packed rows have no padding; `data.packing` packs"),
+    "dataset_kwargs": Ask("arguments of TRL's preparation of the rows", "data"),
+    **each(("use_unsloth", "ignore_bias_buffers"), UNSUPPORTED_SWITCH),
     "activation_offloading": off_or("off", "with recomputed layers it is `fsdp: {activation_checkpointing_offload: true}`"),
-    "loss_type": _loss_type,
-    "shuffle_dataset": leave("rows are shuffled in each epoch"),
-    "truncation_mode": fine_or(("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data", "overlong"),
+    "loss_type": lambda key: Write({"training.loss": "dft"}, DFT) if key.value == "dft" else outcome_of(_OTHER_LOSS, key),
+    "shuffle_dataset": Drop("rows are shuffled in each epoch"),
+    "truncation_mode": fine_or(("keep_start",), "rows are cut at their end here too", "rows are cut at their end", "data.overlong"),
 }
-"""By name; see `general.settle_key`."""
+"""By name; see `settling.settle_key`."""
 TRL_UNSUPPORTED = dict.fromkeys(
     (
         *("reward_funcs", "reward_model_path", "sft_model_path", "num_generations", "ref_model_init_kwargs", "beta"),

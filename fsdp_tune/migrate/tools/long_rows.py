@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_tune.migrate.general import TRAIN, is_on, settle_by_name
-from fsdp_tune.migrate.ledger import Fate, Ledger, Path
-from fsdp_tune.recipe.read.tools import AUTOMODEL, AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SOUP, SWIFT, TORCHTUNE, TRL, UNSLOTH
+from fsdp_tune.migrate.general import by_name
+from fsdp_tune.migrate.ledger import Ledger
+from fsdp_tune.migrate.rules import TRAIN, FileKey, Outcome, is_on
+from fsdp_tune.recipe.outcome import Fate, Path, Write
+from fsdp_tune.recipe.read.tool_detection import AUTOMODEL, AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SOUP, SWIFT, TORCHTUNE, TRL, UNSLOTH
 
 _OVERLONG: Path = ("data", "overlong")
 _DROP, _CUT, _SPLIT = "drop", "truncate", "split"
@@ -53,12 +55,11 @@ def _is_stream_of_texts(ledger: Ledger) -> bool:
     return ledger.value("pretraining_dataset") is not None and any(target[:2] == TRAIN for target in ledger.settings)
 
 
-def packing_strategy(ledger: Ledger, path: Path, value: Any) -> None:
-    """Settle TRL's key. `ffd` is an older name of `bfd`; `bfd_split` packs the pieces of long rows too."""
-    if value == "ffd":
-        ledger.write(path, {"data.packing_strategy": "bfd"}, Fate.CONVERTED)
-    elif value == "bfd_split":
-        split = {"data.overlong": _SPLIT} if is_on(ledger.value(*path[:-1], "packing") or False) else {}
-        ledger.write(path, {"data.packing_strategy": "bfd", **split}, Fate.CONVERTED)
-    else:
-        settle_by_name(ledger, path, value)
+def packing_strategy(key: FileKey) -> Outcome:
+    """Convert TRL's key. `ffd` is an older name of `bfd`; `bfd_split` packs the pieces of long rows too."""
+    if key.value == "ffd":
+        return Write({"data.packing_strategy": "bfd"})
+    if key.value == "bfd_split":
+        split = {"data.overlong": _SPLIT} if is_on(key.beside("packing") or False) else {}
+        return Write({"data.packing_strategy": "bfd", **split})
+    return by_name(key)

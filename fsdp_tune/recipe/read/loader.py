@@ -25,7 +25,7 @@ from fsdp_tune.core.version import shipped
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import Translation, settle, take_aliases, translate
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
-from fsdp_tune.recipe.read.tools import SCRIPTS, foreign_tool
+from fsdp_tune.recipe.read.tool_detection import SCRIPTS, foreign_tool
 from fsdp_tune.recipe.read.wrong_values import KeyPath, broken, drop, touches, without
 from fsdp_tune.recipe.read.yaml_source import (
     ListNode,

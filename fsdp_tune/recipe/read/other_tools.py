@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 _TELLING: dict[str, tuple[str, ...]] = {
     "LitGPT": (
@@ -216,12 +216,17 @@ def other_tool(values: Mapping[str, Any]) -> str | None:
     return alone or (best if hits[best] >= _LEAST else None)
 
 
-def no_importer(tool: str, values: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the message and the hint for a file of a tool without an importer: what each of its keys is in a recipe."""
+class NoImporter(NamedTuple):
+    message: str
+    hint: str
+
+
+def no_importer(tool: str, values: Mapping[str, Any]) -> NoImporter:
+    """Return the refusal of a file of a tool without an importer; its hint is what each of its keys is in a recipe."""
     found = [f"`{key}` → `{here}`" for key, here in COUNTERPARTS[tool].items() if _has(values, key)]
     keys = f"these keys have counterparts: {', '.join(found)}" if found else "none of its keys has a counterpart"
     hint = f"{keys}; `fsdp-tune recipes show` prints a recipe to start from"
-    return f"this is a configuration of {tool}, which has no importer", hint
+    return NoImporter(f"this is a configuration of {tool}, which has no importer", hint)
 
 
 def _has(values: Mapping[str, Any], key: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fsdp_tune.recipe.read.loader import catalogue
-from fsdp_tune.recipe.read.tools import OPTION_NAMES, OptionName, foreign_tool, tool_of
+from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, OptionName, foreign_tool, tool_of
 from tests.migrate.foreign_files import FILES
 from tests.recipe.loading import MINIMAL, one_problem, problems
 

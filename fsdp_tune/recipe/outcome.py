@@ -1,0 +1,81 @@
+"""The outcome of a value of another tool: written into a recipe, asked of a person, or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fsdp_tune.core.values import is_list, is_mapping
+
+Path = tuple[str | int, ...]
+Settings = Mapping[str, object] | Mapping[Path, object] | Mapping[str | Path, object]
+"""Values of a recipe by key, which is dotted or a path; a value may be a mapping of keys."""
+
+
+class Fate(StrEnum):
+    """What became of a key of the other tool."""
+
+    KEPT = "kept"
+    CONVERTED = "converted"
+    COMPUTED = "computed"
+    QUESTION = "question"
+    DROPPED = "dropped"
+
+
+class Weight(StrEnum):
+    """How strongly a value is meant; of two values for one key the stronger is written."""
+
+    DEFAULT = "default"
+    """What the other tool does where its file says nothing."""
+    IMPLIED = "implied"
+    """Follows from a key about something else: an adapter has a rank."""
+    GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """The value is these keys of a recipe. `reason`: how they differ from it."""
+
+    settings: Settings
+    reason: str = ""
+    fate: Fate = Fate.CONVERTED
+    weight: Weight = Weight.GIVEN
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A person has to decide. `near`: the key of a recipe that the question is about, dotted or a path."""
+
+    words: str
+    near: str | Path = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The value has no counterpart and needs none."""
+
+    reason: str
+
+
+def as_path(key: str | Path) -> Path:
+    """Return a key, which may be dotted, as a path."""
+    return key if isinstance(key, tuple) else tuple(key.split(".")) if key else ()
+
+
+def by_path(settings: Settings) -> Iterator[tuple[Path, object]]:
+    """Return each key of a part of a recipe with its value, by its path."""
+    for key, value in settings.items():
+        yield from flattened(value, as_path(key))
+
+
+def flattened(tree: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
+    """Return each key of a part of a recipe with its value; keys of mappings and of lists of mappings are keys of their own."""
+    if is_mapping(tree) and tree:
+        for name, inner in tree.items():
+            yield from flattened(inner, (*path, name))
+    elif is_list(tree) and tree and all(is_mapping(item) and item != {} for item in tree):
+        for index, item in enumerate(tree):
+            yield from flattened(item, (*path, index))
+    else:
+        yield path, tree
