@@ -1,15 +1,17 @@
 """Inspect a recipe's model on the meta device in a separate process, so that the command line never imports torch.
 
-    python -m fsdp_tune.model.loading.inspect < recipe.json
+    python -m fsdp_tune.model.loading.inspect [ENTRY] < recipe.json
 
-prints a `ModelInspection` as JSON.
+prints a `ModelInspection` as JSON, and keeps it in the file ENTRY if it can be reused (`model.kept_inspections`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
+import os
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, collected
+from fsdp_tune.core.reads import Reads
 from fsdp_tune.core.units import format_bytes
+from fsdp_tune.model import kept_inspections
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.optimizers import pairs_of
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -269,10 +273,15 @@ def _limits(recipe: Recipe, model: Any, found: ModelFacts) -> tuple[list[Problem
 
 def main() -> None:
     recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must contain one document only
-        document = find_facts(recipe).to_json()
-    sys.stdout.write(document)
+    with Reads() as reads, contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must contain one document only
+        found = find_facts(recipe)
+    sys.stdout.write(found.to_json())
+    if len(sys.argv) > 1:
+        kept_inspections.keep(Path(sys.argv[1]), recipe, found, reads)
 
 
 if __name__ == "__main__":
+    gc.disable()  # collections would take a tenth of the time, and the process is short
     main()
+    sys.stdout.flush()
+    os._exit(0)  # without the end of all modules, which takes a second
