@@ -373,14 +373,14 @@ def test_second_validate_does_not_import_torch_and_sees_a_change_of_the_model(cl
 
     def seconds(*words: str) -> tuple[float, dict[str, Any]]:
         before = sum(os.times()[2:4])
-        done = cli("validate", "--config", "my.yaml", "--set", "launch.device=cpu", "--set", f"model.from_config={base}", "--json", *words)
-        assert done.returncode in (0, 2), done.stderr
+        overrides = ["launch.device=cpu", "data.max_length=32", f"model.from_config={base}", *words]
+        done = cli("validate", "--config", "my.yaml", "--json", *(word for each in overrides for word in ("--set", each)))
         return sum(os.times()[2:4]) - before, json.loads(done.stdout)
 
     first, found = seconds()
-    second, again = seconds("--set", "output_dir=elsewhere")
-    assert second < first / 2
+    second, again = seconds("output_dir=elsewhere")
     assert (found["valid"], again["model"]) == (True, found["model"])
+    assert second < first / 2
     before = (base / "config.json").stat()
     (base / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
     os.utime(base / "config.json", ns=(before.st_atime_ns, before.st_mtime_ns))
