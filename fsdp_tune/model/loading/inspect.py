@@ -66,7 +66,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
             notices += [] if packaged else check_base(recipe, found.config_changes)
             notices += [*_untrained_experts(model), *_untrained_parts(model)]
         notices += _kept_notices(recipe, model)
-        more_problems, more_notices = _limits(recipe, model, found)
+        more_problems, more_notices = _limits(recipe, model, packaged=packaged, positions=found.max_positions)
         problems, notices = problems + more_problems, notices + more_notices
         with collected(problems):
             found = found.model_copy(update=_wrapping(recipe, model))
@@ -83,9 +83,35 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     except FsdpTuneError as error:
         problems += error.problems
         if found is None and recipe.lora is not None:  # the base may have problems of its own
-            base_alone = recipe.model_copy(update={"lora": None, "quantization": None})
-            problems += [problem for problem in find_facts(base_alone).problems if problem not in problems]
+            problems += [problem for problem in _problems_of_base(recipe) if problem not in problems]
     return ModelInspection(found, tuple(problems), tuple(notices))
+
+
+def _problems_of_base(recipe: Recipe) -> list[Problem]:
+    """Return the problems that a recipe has whatever its adapters are, which cannot be made."""
+    from fsdp_tune.model.kernels.install import choose_kernels
+    from fsdp_tune.model.loading.construct import build_base, config_or_facts
+    from fsdp_tune.model.loading.exported_config import local_tensors
+    from fsdp_tune.model.loading.positions import positions_of_run
+    from fsdp_tune.model.loading.tensor_account import account_for
+    from fsdp_tune.model.loading.weight_files import check_weight_files
+    from fsdp_tune.model.optim.adamw_in_blocks import require_optimizer
+
+    problems: list[Problem] = []
+    with collected(problems):
+        config, packaged = config_or_facts(recipe)
+        model = build_base(recipe, config)
+        base = local_tensors(recipe) if not check_weight_files(recipe) else None
+        problems += account_for(recipe, config, model, base).problems if base is not None else ()
+        problems += _limits(recipe, model, packaged=packaged, positions=positions_of_run(recipe, config))[0]
+        with collected(problems):
+            _wrapping(recipe, model)
+        with collected(problems):
+            require_optimizer(recipe)
+            problems += _optimizer_problems(recipe)
+        with collected(problems):
+            choose_kernels(recipe, model, str(recipe.launch.device))
+    return problems
 
 
 def _facts(
@@ -234,15 +260,15 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
     }
 
 
-def _limits(recipe: Recipe, model: Any, found: ModelFacts) -> tuple[list[Problem], list[Notice]]:
+def _limits(recipe: Recipe, model: Any, *, packaged: bool, positions: int | None) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
     from fsdp_tune.model.loading.packing import packing_problem
     from fsdp_tune.model.loading.positions import beyond_table_of_positions
     from fsdp_tune.model.loading.rotary import fixed_rotary
 
     problems: list[Problem] = []
-    notices: list[Notice] = [] if found.packaged else tie_notices(recipe)
-    positions, longest = found.max_positions, recipe.data.max_length
+    notices: list[Notice] = [] if packaged else tie_notices(recipe)
+    longest = recipe.data.max_length
     if positions is not None and longest > positions:
         if (problem := beyond_table_of_positions(recipe, model)) is not None:
             problems.append(problem)
