@@ -58,7 +58,8 @@ def inspected_part(recipe: Recipe) -> Recipe:
 def entry_path(command: Sequence[str], recipe: str, environment: Mapping[str, str]) -> Path | None:
     """Return where the inspection of a recipe, as a JSON text, is kept; None if there is no cache."""
     machine = [path.read_text() for name in _MACHINE if (path := Path(name)).exists()]
-    given = json.dumps([list(command), recipe, dict(environment), str(Path.cwd()), sys.version, platform.node(), machine], sort_keys=True)
+    python = [sys.version, sys.path, platform.node(), machine]
+    given = json.dumps([list(command), recipe, dict(environment), str(Path.cwd()), python], sort_keys=True)
     try:
         path = default_cache_directory() / INSPECTIONS / digest(given, size=16)
         path.parent.mkdir(parents=True, exist_ok=True)  # now, since libraries of the process look whether the cache is there

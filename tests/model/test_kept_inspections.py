@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,9 @@ def test_name_of_an_entry_depends_on_all_that_the_process_is_given(tmp_path: Pat
     assert first == entry_path(*given)
     others = [(["python3"], "{}", given[2]), (["python"], "[]", given[2]), (["python"], "{}", {"HF_HOME": "/b"})]
     assert len({first, *(entry_path(*other) for other in others)}) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.path", [*sys.path, str(tmp_path)])
+        assert entry_path(*given) != first, "a file `.pth` was changed"
     monkeypatch.chdir(tmp_path)
     assert entry_path(*given) != first, "paths of a recipe are relative"
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
