@@ -259,7 +259,7 @@ class FormatSettings:
             case "tokenized":
                 return self._ids(self._read(row, account, TOKENIZED_KEYS))
             case _:
-                raise NotImplementedError(f"rows of the format {self.format}")
+                raise AssertionError(f"rows of the format {self.format} are not read")
 
     def _read(self, row: dict[str, Any], account: RowAccount, known: Mapping[str, str]) -> dict[str, Any]:
         """Return the row without the columns that are not read."""
