@@ -134,7 +134,7 @@ def _ranking(plan: Plan) -> str:
         return ""
     rows = [
         (
-            f"{other.place}",
+            _place(other),
             escape(describe_changes(other.recipe_changes)),
             f'<span class="{escape(other.fits)}">{escape(other.fits)}</span>',
             f"{other.device_gib:.1f}",
@@ -186,6 +186,11 @@ def describe_changes(changes: dict[str, Any]) -> str:
     return ", ".join(f"{key.split('.')[1]} {str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items())
 
 
+def _place(plan: Plan) -> str:
+    """Return the place in the ranking: `3`, or `3 = 1` for a recipe that is equal to the first within the error."""
+    return f"{plan.place}" if plan.equal_from in (None, plan.place) else f"{plan.place} = {plan.equal_from}"
+
+
 def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
@@ -197,6 +202,8 @@ def _number(value: float | None, form: str) -> str:
 
 
 BAR_CELLS = 40
+PIPE_WIDTH = 120
+"""Columns of a table where there is no terminal."""
 
 
 def show_plan(screen: Terminal, plan: Plan) -> None:
@@ -212,7 +219,7 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
         screen.message(f"{key}: {what}")
     largest = max(plan.components.values(), default=0.0)
     rows = [(name, f"{size:.2f}", bar(size, largest)) for name, size in plan.components.items()]
-    screen.table(f"memory of one {one} at the peak: {plan.where}", ["component", "GiB", ""], rows)
+    screen.table(f"memory of one {one} at the peak: {plan.where}", ["component", "GiB", ""], rows, pipe_width=PIPE_WIDTH)
     memory = f"{plan.peak_allocated_gib:.2f} GiB allocated, {plan.peak_reserved_gib:.2f} reserved"
     screen.message(f"peak: {memory}, {plan.device_gib:.2f} with {outside}, of {plan.usable_gib:.2f}")
     screen.message(f"time: {time_line(plan)}")
@@ -251,16 +258,16 @@ def show_ranking(screen: Terminal, plan: Plan) -> None:
         return
     rows = [
         (
-            f"{other.place}" if other.recipe_changes else f"{other.place} →",
-            describe_changes(other.recipe_changes),
+            _place(other) if other.recipe_changes else f"{_place(other)} →",
             other.fits,
             f"{other.device_gib:.1f}",
             "unknown" if other.step_seconds is None else format_figure(other.step_seconds),
             "unknown" if other.tokens_per_second_per_device is None else f"{other.tokens_per_second_per_device:,.0f}",
+            describe_changes(other.recipe_changes),
         )
         for other in plan.alternatives
     ]
-    screen.table("ranked recipes", ["", "changes to your recipe", "fits", "GiB", "s/step", "tokens/s/GPU"], rows)
+    screen.table("ranked recipes", ["", "fits", "GiB", "s/step", "tokens/s/GPU", "changes to your recipe"], rows, pipe_width=PIPE_WIDTH)
     if plan.best_because:
         screen.message(f"why the first: {plan.best_because}")
     if plan.smallest_hardware is not None:
@@ -292,7 +299,8 @@ def _measured(plan: Plan) -> str:
 
 
 def show_measured(screen: Terminal, plan: Plan) -> None:
-    screen.table("measured on this machine", list(_MEASURED_HEAD), _measured_rows(plan))
+    rows = [(*others, changes) for changes, *others in _measured_rows(plan)]
+    screen.table("measured on this machine", [*_MEASURED_HEAD[1:], _MEASURED_HEAD[0]], rows, pipe_width=PIPE_WIDTH)
     for each in plan.measured:
         if each.problem is not None:
             screen.message(f"{describe_changes(each.recipe_changes)}: {each.outcome}: {each.problem}")
@@ -309,16 +317,16 @@ def _show_other_trainings(screen: Terminal, plan: Plan) -> None:
     rows = [
         (
             adapter_method(other.recipe_changes),
-            _as_yaml(other.recipe_changes),
             other.fits,
             f"{other.device_gib:.1f}",
             "unknown" if other.tokens_per_second_per_device is None else f"{other.tokens_per_second_per_device:,.0f}",
+            _as_yaml(other.recipe_changes),
         )
         for other in plan.other_trainings
     ]
     if rows:
-        head = ["", "write in the recipe", "fits", "GiB", "tokens/s/GPU"]
-        screen.table("adapters: another training, not another layout", head, rows)
+        head = ["", "fits", "GiB", "tokens/s/GPU", "write in the recipe"]
+        screen.table("adapters: another training, not another layout", head, rows, pipe_width=PIPE_WIDTH)
 
 
 def _as_yaml(changes: dict[str, Any]) -> str:
@@ -344,7 +352,8 @@ def show_scaling(screen: Terminal, plan: Plan) -> None:
         )
         for row in plan.scaling
     ]
-    screen.table("more GPUs, as many sequences on each", ["GPUs", "s/step", "tokens/s", "efficiency", "fits", "GiB reserved"], rows)
+    head = ["GPUs", "s/step", "tokens/s", "efficiency", "fits", "GiB reserved"]
+    screen.table("more GPUs, as many sequences on each", head, rows, pipe_width=PIPE_WIDTH)
 
 
 def _other_lines(plan: Plan) -> list[str]:

@@ -10,6 +10,9 @@ from fsdp_tune.core.errors import usage_error
 COMPILED = "compiled"
 """Directory of Inductor's kernels inside the default cache directory. Inductor unpickles and executes the files in it."""
 
+INSPECTIONS = "inspections"
+"""Directory of kept inspections of models inside the default cache directory."""
+
 
 def default_cache_directory() -> Path:
     """Return $XDG_CACHE_HOME/fsdp-tune. A relative XDG_CACHE_HOME is ignored, as the XDG specification requires."""

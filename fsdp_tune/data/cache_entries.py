@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK
 from fsdp_tune.core.ownership import live_owner
-from fsdp_tune.core.user_cache import COMPILED, default_cache_directory
+from fsdp_tune.core.user_cache import COMPILED, INSPECTIONS, default_cache_directory
 from fsdp_tune.data.cache import STORES, USE_MARK, alone, complete, remove_leftovers
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.run.directory import RunDir
@@ -26,7 +26,7 @@ TRACES = "traces"
 
 
 _KEY = re.compile(r"[0-9a-f]{32}")
-"""Names of stores and traces. A folder of the cache may hold other files, which are never entries."""
+"""Names of stores, traces and inspections. A folder of the cache may hold other files, which are never entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,25 @@ def list_entries(cache_dir: Path) -> list[CacheEntry]:
     """Return the entries of a cache directory, the most recently used first."""
     stores = [_store(path) for path in _store_paths(cache_dir)]
     live = tuple(use for entry in stores for use in entry.live)
-    shared = [entry for entry in (_traces(cache_dir / TRACES, live), _compiled(cache_dir / COMPILED, live)) if entry is not None]
+    flat = [_flat(cache_dir / name, live) for name in _FLAT]
+    shared = [entry for entry in (*flat, _compiled(cache_dir / COMPILED, live)) if entry is not None]
     return sorted([*stores, *shared], key=lambda entry: -entry.last_used)
 
 
-def _traces(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
-    """Return all traces as one entry, which is kept while any run is `live`; None if there is no trace."""
-    files = _trace_files(path)
+_FLAT = {TRACES: "traces of `plan`", INSPECTIONS: "inspections of models"}
+"""Directories of files that are one entry, and its description."""
+
+
+def _flat(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
+    """Return all files of a directory as one entry, which is kept while any run is `live`; None if there is none."""
+    files = _files_of(path)
     if not files:
         return None
-    return CacheEntry(path, "traces of `plan`", sum(map(_size, files)), (), path.stat().st_mtime, live)
+    return CacheEntry(path, _FLAT[path.name], sum(map(_size, files)), (), path.stat().st_mtime, live)
 
 
-def _trace_files(path: Path) -> list[Path]:
-    return [file for file in path.glob("*.npz") if _KEY.fullmatch(file.stem)]
+def _files_of(path: Path) -> list[Path]:
+    return [file for file in path.glob("*.npz" if path.name == TRACES else "*") if _KEY.fullmatch(file.stem)]
 
 
 def _compiled(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
@@ -115,8 +120,8 @@ def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[lis
 def _remove(entry: CacheEntry) -> bool:
     """Remove an entry and return True; return False if another process is building it."""
     path = entry.path
-    if path.name == TRACES:
-        for file in _trace_files(path):
+    if path.name in _FLAT:
+        for file in _files_of(path):
             DISK.unlink(file)
         return True
     if path.name == COMPILED:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Where, usage_error
 from fsdp_tune.data.bad_rows import bad_row_examples
-from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, matching_formats, needed_columns, other_columns
+from fsdp_tune.data.format.formats import FormatSettings, matching_formats, needed_columns, other_columns
 from fsdp_tune.data.format.row_account import WORSE_ANSWERS, ignoring_option
 from fsdp_tune.data.format.templates import KEY, suggestion, template_of_source
 from fsdp_tune.data.read.readers import read_rows
@@ -19,12 +19,11 @@ from fsdp_tune.data.read.shapes import delimiter_hint, shape_hint
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
-from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
+from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE, ROW_FORMATS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 
 TRAIN = "train"
-MARKED_FORMATS = ("segments", "tokenized")
 """Formats whose rows hold the complete text of an example, with marks of what is trained."""
 PAIRS = (
     ("question", "answer"),
@@ -201,7 +200,7 @@ def _settings(recipe: Recipe, source: RowSource, first: dict[str, Any], columns:
     format_ = _format(source.entry.format or recipe.data.format, source, first, columns)
     held: object = first[needed_columns(format_, columns)[0]]
     is_nested = isinstance(held, dict) or (isinstance(held, list) and not any(isinstance(each, dict) for each in cast("list[Any]", held)))
-    if is_nested and format_ not in MARKED_FORMATS and source.files:
+    if is_nested and not ROW_FORMATS[format_].marks_trained and source.files:
         column = needed_columns(format_, columns)[0]
         message = f"column `{_name_in_file(source.entry, column)}` holds {kind_of(cast('object', held))} instead of one value"
         problem = usage_error("bad-row", message, where=Where(source.names[0], key=source.key))
@@ -218,7 +217,7 @@ def format_settings(
     where = Where(key=key)
     template_key = f"{key}.chat_template" if entry.chat_template else KEY
     template = template_of_source(entry.chat_template, template_key, encoder.chat_template)
-    if format_ in {"messages", "sharegpt"} and template is None:
+    if ROW_FORMATS[format_].holds == "chat" and template is None:
         lacking = f"`{template_key}` is `{NO_TEMPLATE}`" if entry.chat_template else "the tokenizer has no chat template"
         raise usage_error(
             "no-chat-template",
@@ -227,11 +226,11 @@ def format_settings(
             hint=suggestion(encoder.encode, template_key),
         )
     wanted = entry.loss_on or data.loss_on
-    possible = LOSS_ON[format_]
+    possible, marks_trained = ROW_FORMATS[format_].loss_on, ROW_FORMATS[format_].marks_trained
     if wanted != "auto" and wanted not in possible:
-        allowed = "mark what is trained themselves" if format_ in MARKED_FORMATS else f"can be trained on: {', '.join(possible)}"
+        allowed = "mark what is trained themselves" if marks_trained else f"can be trained on: {', '.join(possible)}"
         raise usage_error("loss-on", f"`loss_on: {wanted}` does not fit `{entry.path}`: {format_} rows {allowed}", where=where)
-    append_eos = format_ not in MARKED_FORMATS if data.append_eos == "auto" else data.append_eos
+    append_eos = not marks_trained if data.append_eos == "auto" else data.append_eos
     loss_on = possible[0] if wanted == "auto" else wanted
     names = {new: old for old, new in entry.rename_columns.items()}
     return FormatSettings(

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.data.format.conversations import CHAT_KEYS, Message, parsed_column
-from fsdp_tune.data.format.formats import Chat, FormatSettings, Text
+from fsdp_tune.data.format.formats import Chat, Text
 from fsdp_tune.data.inputs import format_settings
 from fsdp_tune.data.read.row_files import BadRow, ColumnError, RowError, kind_of
 from fsdp_tune.data.report import DataReport, InputAccount
@@ -18,6 +18,7 @@ from fsdp_tune.data.tokenise.encoding import encode_texts
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.sample_prompts import render_prompt
 from fsdp_tune.data.tokenise.special_tokens import InseparableError, RestoringEncoder, SpecialTokens
+from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
 
@@ -25,7 +26,6 @@ PromptKind = Literal["question", "chat", "text"]
 """question: formatted as the model was trained. chat: a row with `messages`. text: continued as it is."""
 ANSWER = "."
 """In the place of an answer, where a row needs one to be read."""
-CHATS, TEXTS = ("messages", "sharegpt"), ("text", "segments", "tokenized")
 READ_KEYS = ("messages", "conversations", "conversation", "prompt", "text")
 
 
@@ -100,7 +100,7 @@ class PromptFormat:
         named = account.format if account is not None else "messages" if encoder.chat_template is not None else "text"
         entry = recipe.data.train[at] if account is not None and at < len(recipe.data.train) else DataSource(path="prompts")
         settings = format_settings(recipe, entry.model_copy(update={"loss_on": "auto"}), f"data.train[{at}]", named, encoder)
-        self.is_chat = named in CHATS or (account is not None and _holds_chats(account, settings.template))
+        self.is_chat = ROW_FORMATS[named].holds == "chat" or (account is not None and _holds_chats(account, settings.template))
         self._settings = replace(settings, format="messages", loss_on="assistant") if self.is_chat else settings
         self._is_of_run = account is not None
         self.notices: tuple[Notice, ...] = ()
@@ -113,11 +113,12 @@ class PromptFormat:
         if self.is_chat:
             return PromptDescription(is_chat=True, text=f"a chat: turns are formatted by {whose} chat template", ends=ends)
         rows = f"the run trained on `{self._settings.format}` rows" if self._is_of_run else "the model has no chat template"
-        how = {
-            "prompt_completion": f"a prompt is followed by {self._settings.separator!r}" if self._settings.separator else "",
-            "alpaca": "a prompt becomes Stanford Alpaca's instruction",
-        }.get(self._settings.format, "")
-        return PromptDescription(is_chat=False, text=f"no chat: {rows}; {how or 'a prompt is continued as it is'}", ends=ends)
+        row_format, how = ROW_FORMATS[self._settings.format], "a prompt is continued as it is"
+        if row_format.surrounds is not None:
+            how = f"a prompt becomes {row_format.surrounds}"
+        elif row_format.question is not None and self._settings.separator:
+            how = f"a prompt is followed by {self._settings.separator!r}"
+        return PromptDescription(is_chat=False, text=f"no chat: {rows}; {how}", ends=ends)
 
     def encode(self, prompt: Prompt, system: str | None = None) -> list[int]:
         """Return the ids of a prompt. Raises: RowError for one that cannot be read, is empty, or that the template rejects."""
@@ -176,10 +177,11 @@ class PromptFormat:
 
     def _text_ids(self, prompt: Prompt) -> list[int]:
         settings = self._settings
-        if prompt.kind == "text" or settings.format in TEXTS:
+        question = ROW_FORMATS[settings.format].question
+        if prompt.kind == "text" or question is None:
             text = Text(prompt.row.get("text", prompt.row.get("prompt", "")), "", train_prompt=False)
         else:
-            text = settings.example(_row_of(settings, prompt.row["prompt"]))
+            text = settings.example(question(prompt.row["prompt"], ANSWER))
             assert isinstance(text, Text)
             text = replace(text, completion="")
         return next(encode_texts([(text, settings)], self._encoder, self._special, Counter())).ids
@@ -187,8 +189,9 @@ class PromptFormat:
     def _trained_end(self) -> set[int]:
         """Return the token that ends an answer in a row of this format, tokenised as in training."""
         settings = self._settings
-        row: dict[str, Any] = {"text": ANSWER} if settings.format in TEXTS else _row_of(settings, ANSWER)
-        settings = replace(settings, format="text", loss_on="all") if settings.format in TEXTS else settings
+        question = ROW_FORMATS[settings.format].question
+        row: dict[str, Any] = {"text": ANSWER} if question is None else question(ANSWER, ANSWER)
+        settings = replace(settings, format="text", loss_on="all") if question is None else settings
         done = Tokeniser(self._encoder, (settings,)).chunk([RawRow(0, 0, 1, row)])
         if done.bad:
             bad: BadRow = done.bad[0][1]
@@ -202,7 +205,7 @@ class PromptFormat:
 def _trained_source(report: DataReport | None) -> tuple[int, InputAccount | None]:
     """Return the training source whose format prompts get, with its position: the first of chats, else the first."""
     sources = [each for each in report.inputs if each.set == "train"] if report is not None else []
-    chats = [at for at, each in enumerate(sources) if each.format in CHATS or _has_messages(each)]
+    chats = [at for at, each in enumerate(sources) if ROW_FORMATS[each.format].holds == "chat" or _has_messages(each)]
     at = next(iter(chats), 0)
     return (at, sources[at]) if sources else (0, None)
 
@@ -214,16 +217,7 @@ def _has_messages(account: InputAccount) -> bool:
 
 def _holds_chats(account: InputAccount, template: str | None) -> bool:
     """Return whether rows of a format that has chats and texts are chats."""
-    return _has_messages(account) or (account.format == "alpaca" and template is not None)
-
-
-def _row_of(settings: FormatSettings, prompt: str) -> dict[str, Any]:
-    """Return a row of the format with the prompt and some answer."""
-    if settings.format == "alpaca":
-        return {"instruction": prompt, "output": ANSWER}
-    if settings.format == "prompt_completion":
-        return {"prompt": prompt, "completion": ANSWER}
-    return {"messages": _with_answer([{"role": "user", "content": prompt}])}
+    return _has_messages(account) or (ROW_FORMATS[account.format].holds == "chat with a template" and template is not None)
 
 
 def _with_answer(turns: list[Any]) -> list[Any]:

@@ -1,7 +1,8 @@
 """Inspect model and data of a resolved recipe without GPUs: each stage alone, with what a mistake of another one does not concern.
 
-The model is inspected in a child process, since this one never imports torch; the first rows of each source are read here. A stage whose
-keys have a mistake already is not run, since what it finds would be about other values than the user's: it is listed as unchecked.
+The model is inspected in a child process, since this one never imports torch, unless the inspection of an earlier one still holds; the
+first rows of each source are read here. A stage whose keys have a mistake already is not run, since what it finds would be about other
+values than the user's: it is listed as unchecked.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder, stand_in_encoder
 from fsdp_tune.jobs.first_rows import CheckedSource, bad_first_rows, read_first_rows
 from fsdp_tune.jobs.recipes import missing_sources
 from fsdp_tune.merge.lora.adapt import merge_problems
+from fsdp_tune.model import kept_inspections
 from fsdp_tune.model.model_files import ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.keys import meant_key
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -116,11 +118,15 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
 
 
 def _inspect_in_child(recipe: Recipe, *, offline: bool) -> ModelInspection:
-    """Return the document of `fsdp_tune.model.loading.inspect`, or one with the reason why there is none."""
-    environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    """Return the document of `fsdp_tune.model.loading.inspect`, kept or new, or one with the reason why there is none."""
+    environment = kept_inspections.without_terminal(os.environ) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    raw = recipe.model_dump_json(by_alias=True)
-    child = children.start(INSPECT, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    raw = kept_inspections.inspected_part(recipe).model_dump_json(by_alias=True)
+    entry = kept_inspections.entry_path(INSPECT, raw, environment)
+    if entry is not None and (document := kept_inspections.kept(entry)) is not None:
+        return document
+    command = (*INSPECT, *([str(entry)] if entry is not None else []))
+    child = children.start(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)
     except subprocess.TimeoutExpired:

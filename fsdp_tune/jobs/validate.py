@@ -187,7 +187,7 @@ def validate(
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
 ) -> Validation:
-    """Check the recipe's keys for this machine, its model, and the first rows of its data. Starts and writes nothing.
+    """Check the recipe's keys for this machine, its model, and the first rows of its data. Writes only the inspection in the user's cache.
 
     `strict` counts keys that have no effect as problems. `offline` sets HF_HUB_OFFLINE for this process and lists as unchecked what
     needs the hub. Raises: InvalidRecipeError if the recipe cannot be resolved; problems of model and data are in the result.

@@ -51,6 +51,19 @@ def test_plan_is_printed_before_the_ranking_and_tracing_is_closed(recipe: str, f
     assert [each.is_closed for each in fake.made] == [True]
 
 
+@pytest.mark.parametrize("state_gib", [STATE_GIB, 1000])
+def test_tables_fit_120_columns_without_a_terminal(recipe: str, fake: type[FakeTracing], state_gib: int) -> None:
+    data = json.loads(Path(recipe).read_text())
+    data["model"] = {"name_or_path": "meta-llama/Llama-3.1-8B", "tokenizer": "builtin:arithmetic"}
+    Path(recipe).write_text(json.dumps(data))
+    fake.state_gib = state_gib
+    lines = printed(recipe, "--target", "largest-context").splitlines()
+    fake.state_gib = STATE_GIB
+    tables = [line for line in lines if line.startswith("  ")]
+    assert len(tables) > 20
+    assert max(map(len, tables)) <= 120
+
+
 def test_json_is_one_document_with_the_ranking(recipe: str) -> None:
     document = planned(recipe)
     assert document["fits"] == "yes"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -358,6 +360,32 @@ def test_embedded_recipe_is_valid(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert document(done)["model"]["layer_classes"] == ["GPT2Block"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_second_validate_does_not_import_torch_and_sees_a_change_of_the_model(cli: Cli, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    config = {"model_type": "gpt2", "vocab_size": 384}
+    (base / "config.json").write_text(json.dumps(config))
+    (tmp_path / "my.yaml").write_text(SMALL)
+    time.sleep(2.5)  # files that have just been written are not compared by their times
+
+    def seconds(*words: str) -> tuple[float, dict[str, Any]]:
+        before = sum(os.times()[2:4])
+        overrides = ["launch.device=cpu", "data.max_length=32", f"model.from_config={base}", *words]
+        done = cli("validate", "--config", "my.yaml", "--json", *(word for each in overrides for word in ("--set", each)))
+        return sum(os.times()[2:4]) - before, json.loads(done.stdout)
+
+    first, found = seconds()
+    second, again = seconds("output_dir=elsewhere")
+    assert (found["valid"], again["model"]) == (True, found["model"])
+    assert second < first / 2
+    before = (base / "config.json").stat()
+    (base / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
+    os.utime(base / "config.json", ns=(before.st_atime_ns, before.st_mtime_ns))
+    _, changed = seconds()
+    assert [each["code"] for each in changed["errors"]] == ["vocabulary-larger-than-embedding"]
 
 
 @pytest.mark.slow

@@ -403,9 +403,9 @@ def test_template_time_limit_counts_own_cpu_time(monkeypatch: pytest.MonkeyPatch
 def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "TEMPLATE_SECONDS", 0.3)
     endless = "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}"
-    began = time.monotonic()
+    began = time.process_time()
     assert "runs for more than" in refused(conversation("a", "b"), endless)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 

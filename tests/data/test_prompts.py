@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from fsdp_tune.data.format.formats import Chat, FormatSettings, Text, matching_formats
 from fsdp_tune.data.prompts import Prompt, PromptFormat, prompt_of_row, question
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import DataReport, InputAccount, KeyAccount
+from fsdp_tune.recipe.schema.kinds import ROW_FORMATS, DataFormat
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.data.support import CHATML, ByteEncoder
 
@@ -45,6 +47,29 @@ def test_question_to_a_chat_is_a_turn_of_the_user(kind: str | None, keys: tuple[
     assert text_of(found, question("hi")) == ASKED
     assert text_of(found, question("hi"), "Be brief.") == f"<|im_start|>system\nBe brief.<|im_end|>\n{ASKED}"
     assert ends_of(found) == {"</s>", "<|im_end|>"}
+
+
+def test_each_format_declares_all_that_a_prompt_needs() -> None:
+    assert set(ROW_FORMATS) == set(get_args(DataFormat)) - {"auto"}
+    for kind, declared in ROW_FORMATS.items():
+        found = format_of(kind, encoder=ByteEncoder(template=CHATML if declared.holds == "chat" else None, adds_bos=True))
+        assert found.is_chat == (declared.holds == "chat")
+        assert "hi" in text_of(found, question("hi"))
+        if declared.question is None:
+            assert text_of(found, question("hi")) == "<s>hi", "it is continued as it is"
+            continue
+        row = declared.question("hi", "yes")
+        assert matching_formats(row) == [kind]
+        template = CHATML if declared.holds == "chat" else None
+        read = FormatSettings(kind, declared.loss_on[0], template, "", append_eos=False, vocabulary_size=9).example(row)
+        assert isinstance(read, Chat if declared.holds == "chat" else Text)
+
+
+def test_format_without_a_reader_is_not_read_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROW_FORMATS, "new", ROW_FORMATS["text"])
+    settings = FormatSettings("new", "all", None, "", append_eos=False, vocabulary_size=9)
+    with pytest.raises(AssertionError, match="are not read"):
+        settings.example({"input_ids": [1]})
 
 
 @pytest.mark.parametrize(

@@ -317,9 +317,9 @@ def test_csv_with_many_columns_and_long_fields_is_read_in_time(tmp_path: Path) -
     path = tmp_path / "rows.csv"
     names = [f"c{number}" for number in range(100_000)]
     path.write_text(",".join(names) + "\n" + ",".join(["1"] * 99_999 + ["x" * 3_000_000]) + "\n")
-    began = time.monotonic()
+    began = time.process_time()
     (row,) = good(path, "csv")
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert (len(row), len(row["c99999"])) == (100_000, 3_000_000)
     path.write_text(",".join([*names, "c7"]) + "\n")
     assert "names a column twice: c7" in problem(path, "csv").message

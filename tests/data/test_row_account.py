@@ -16,12 +16,13 @@ import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.account import key_lines
-from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Chat, FormatSettings, Ids, matching_formats
+from fsdp_tune.data.format.formats import Chat, FormatSettings, Ids, matching_formats
 from fsdp_tune.data.format.row_account import METADATA, NESTED_METADATA, KeyUse
 from fsdp_tune.data.format.row_marks import MARKS, TOKEN_MASKS
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import KeyAccount
+from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
@@ -36,7 +37,7 @@ def copied(row: dict[str, Any]) -> dict[str, Any]:
 
 def settings(format_: str, *, template: str | None = CHATML, ignored: tuple[str, ...] = (), **more: Any) -> FormatSettings:
     return FormatSettings(
-        format_, LOSS_ON[format_][0], template, "", append_eos=True, vocabulary_size=100, ignored=tuple(sorted(ignored)), **more
+        format_, ROW_FORMATS[format_].loss_on[0], template, "", append_eos=True, vocabulary_size=100, ignored=tuple(sorted(ignored)), **more
     )
 
 
@@ -439,7 +440,7 @@ def test_rows_of_all_formats_with_extra_keys_are_kept_excluded_or_refused(tmp_pa
     """Through a preparation: nothing else becomes of a row, and the account has every key of those that are kept."""
     drawn = random.Random(7)
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
-    for format_ in COLUMNS:
+    for format_ in ROW_FORMATS:
         bases = [row for _, each, row in DOCUMENTED if each == format_ and "tools" not in row and "functions" not in row]
         drawn_rows = [with_extra_keys(format_, drawn.choice(bases), drawn) for _ in range(60)]
         file = write_jsonl(tmp_path / f"{format_}.jsonl", [row for row, _ in drawn_rows])

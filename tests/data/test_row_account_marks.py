@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.format.formats import LOSS_ON, FormatSettings, Ids
+from fsdp_tune.data.format.formats import FormatSettings, Ids
 from fsdp_tune.data.format.row_marks import FLAGS, MARKS, NUMBERS, TOKEN_MASKS
 from fsdp_tune.data.read.row_files import RowError
+from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
@@ -27,7 +28,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def example(format_: str, row: dict[str, Any], *, loss_on: str | None = None, ignored: tuple[str, ...] = ()) -> Any:
-    wanted = loss_on or LOSS_ON[format_][0]
+    wanted = loss_on or ROW_FORMATS[format_].loss_on[0]
     return FormatSettings(format_, wanted, CHATML, "", append_eos=True, vocabulary_size=100, ignored=ignored).example(row)
 
 

@@ -100,6 +100,19 @@ def test_experts_without_adapters_are_reported(parameters: list[str], names: str
     assert all(message.startswith(str(names)) and "`lora.target_parameters` adapts them" in message for message in found)
 
 
+def test_refused_adapters_bring_no_problem_of_a_training_without_adapters(tmp_path: Path) -> None:
+    """A base in 4 bits is trained only with adapters, and groups may be of their parameters."""
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    sections: dict[str, Any] = {
+        "data": {"train": [{"path": "x"}], "max_length": 64},
+        "quantization": {"scales": "fp32"},
+        "merge": {"adapter": "adapter"},
+        "training": {"parameter_groups": [{"match": ["*lora_B*"], "learning_rate": 1e-3}]},
+    }
+    recipe = lora_recipe(tmp_path, {"r": 4, "target_modules": ["qq"]}, LLAMA | {"quantization_config": nf4}, **sections)
+    assert [each.code for each in find_facts(recipe).problems] == ["lora-target"]
+
+
 def test_target_that_matches_nothing_hides_no_problem_of_the_base(tmp_path: Path) -> None:
     recipe = lora_recipe(tmp_path, {"r": 4, "target_modules": ["qq"]}, "opt", data={"train": [{"path": "x"}], "max_length": 129})
     assert [each.code for each in find_facts(recipe).problems] == ["lora-target", "max-length-beyond-positions"]

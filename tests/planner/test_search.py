@@ -12,7 +12,7 @@ from fsdp_tune.core.command import Target
 from fsdp_tune.core.gpus import Hardware, find_hardware
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.search.alternatives import MLP_SLICES
-from fsdp_tune.planner.search.candidates import Search
+from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
 from fsdp_tune.planner.search.scaling import scaling_table
 from fsdp_tune.planner.search.search import (
     KEPT_LAYOUTS,
@@ -97,12 +97,34 @@ def test_recipes_that_fit_are_ranked_by_time_and_others_come_last() -> None:
     ranking, _ = ranked(80)
     answers = [each.plan.fits for each in ranking.ranked]
     assert answers == sorted(answers, key=["yes", "tight", "no"].index)
-    times = [each.plan.step_seconds for each in ranking.ranked if each.plan.fits == "yes"]
-    assert times == sorted(times)  # type: ignore[type-var]
     first = ranking.ranked[0]
     assert first.recipe.fsdp.activation_checkpointing == "none"
     assert first.recipe.global_batch_size == 64
     assert first.plan.fits == "yes"
+
+
+@pytest.mark.parametrize("target", ["fastest", "largest-context"])
+def test_recipes_whose_times_differ_by_less_than_the_error_are_equal_and_ordered_by_memory(target: Target) -> None:
+    ranking, _ = ranked(80, target)
+    fitting = [each for each in ranking.ranked if each.plan.fits == "yes"]
+    groups: dict[tuple[int, int], list[PlannedRecipe]] = {}
+    for each in fitting:
+        groups.setdefault((-each.recipe.data.max_length, each.plan.equal_from or each.plan.place or 0), []).append(each)
+    error = fitting[0].plan.accuracy["step_seconds"].median_percent
+    assert error is not None
+    last: tuple[int, float] = (-fitting[0].recipe.data.max_length, 0.0)
+    for (length, _place), group in groups.items():
+        times = [(each.plan.step_seconds or 0) * each.plan.num_processes / each.plan.tokens_per_step for each in group]
+        assert max(times) <= min(times) * (1 + error / 100)
+        assert (length, min(times)) > last, "the fastest of the group before is faster by more than the error"
+        last = length, min(times) * (1 + error / 100)
+        memory = [each.plan.device_gib for each in group]
+        assert memory == sorted(memory)
+    first = ranking.ranked[0].plan
+    others = [each for each in fitting if each.plan.equal_from == first.equal_from]
+    assert (first.equal_from is not None) == ("equal within the median error of such times" in str(ranking.because))
+    if target == "fastest":
+        assert len(others) > 1, "else this shows nothing"
 
 
 def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:

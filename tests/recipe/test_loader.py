@@ -146,6 +146,24 @@ def test_wrong_value_is_reported_with_the_accepted_values(extra: str, message: s
 
 
 @pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("FULL_SHARD", ("zero3", "ZeRO-3", "zero_stage_3", "fsdp", "fsdp2", "full", "full-shard")),
+        ("SHARD_GRAD_OP", ("zero2", "zero-2", "stage 2", "zero1", "shard grad op")),
+        ("HYBRID_SHARD", ("hybrid", "HSDP", "hybrid shard")),
+        ("HYBRID_SHARD_ZERO2", ("hybrid-zero2", "hsdp zero2")),
+        ("NO_SHARD", ("ddp", "DDP", "no shard", "no-shard", "DistributedDataParallel", "none")),
+    ],
+)
+def test_name_of_a_strategy_in_another_tool_has_the_own_name_as_hint(name: str, words: tuple[str, ...]) -> None:
+    for word in words:
+        with pytest.raises(FsdpTuneError) as caught:
+            load(f"{MINIMAL}fsdp: {{sharding_strategy: {word}}}\n")
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.hint) == ("wrong-value", f"did you mean `{name}`?")
+
+
+@pytest.mark.parametrize(
     ("extra", "key", "value"),
     [
         ("training: {learning_rate: 2e-5}", "learning_rate", 2e-5),

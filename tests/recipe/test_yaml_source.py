@@ -83,12 +83,12 @@ def test_alias_bomb_is_refused_within_a_second_and_100_mb() -> None:
     lines = ["a: &a [x,x,x,x,x,x,x,x,x]"]
     lines += [f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]" for old, new in pairwise(names)]
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     problem = fails("\n".join(lines))
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert problem.code == "yaml-too-large"
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
     assert peak_bytes < 100e6
 
 

@@ -26,8 +26,9 @@ import typer.main
 import yaml
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matching_formats
+from fsdp_tune.data.format.formats import FormatSettings, matching_formats
 from fsdp_tune.recipe.read.loader import find_recipe, load_recipe
+from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from tests.structure.sources import ROOT, source
@@ -177,17 +178,16 @@ def test_recipes_in_blocks_are_valid(tmp_path: Path) -> None:
 def test_rows_of_the_data_formats_are_read_as_their_format() -> None:
     page = ROOT / "docs" / "guide" / "data-formats.md"
     rows = [json.loads(line) for block in blocks(page, "json") for line in block.splitlines()]
-    assert [matching_formats(row) for row in rows] == [[name] for name in COLUMNS]
-    for row, name in zip(rows, COLUMNS, strict=True):
-        template = "{{ messages }}" if name in ("messages", "sharegpt") else None
-        FormatSettings(name, LOSS_ON[name][0], template, "", append_eos=False, vocabulary_size=100).example(row)
+    assert [matching_formats(row) for row in rows] == [[name] for name in ROW_FORMATS]
+    for row, (name, each) in zip(rows, ROW_FORMATS.items(), strict=True):
+        template = "{{ messages }}" if each.holds == "chat" else None
+        FormatSettings(name, each.loss_on[0], template, "", append_eos=False, vocabulary_size=100).example(row)
 
 
 def test_table_of_data_formats_has_their_columns_and_losses() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", text_of(ROOT / "docs" / "guide" / "data-formats.md"), re.MULTILINE))
-    for name, columns in COLUMNS.items():
-        others = LOSS_ON[name][1:]
-        assert [word for word in (*itertools.chain(*columns), *others) if f"`{word}`" not in rows[name]] == []
+    for name, each in ROW_FORMATS.items():
+        assert [word for word in (*itertools.chain(*each.columns), *each.loss_on[1:]) if f"`{word}`" not in rows[name]] == []
 
 
 # ---- Reference pages

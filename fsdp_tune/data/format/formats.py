@@ -24,6 +24,7 @@ from fsdp_tune.data.format.row_marks import MARKS, MEANING, TOKEN_MASKS, read_to
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_text
 from fsdp_tune.data.store import IGNORE_INDEX
+from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 
 
 def read_tools(row: dict[str, Any]) -> list[Any] | None:
@@ -123,16 +124,6 @@ def tool_calls(message: Message) -> Iterator[Message]:
         yield call["function"] if isinstance(call.get("function"), dict) else call
 
 
-COLUMNS = {
-    "text": (("text",),),
-    "prompt_completion": (("prompt", "completion"),),
-    "alpaca": (("instruction", "output"), ("instruction", "response"), ("query", "response")),
-    "messages": (("messages",),),
-    "sharegpt": (("conversations",), ("conversation",)),
-    "segments": (("segments",),),
-    "tokenized": (("input_ids",),),
-}
-"""The columns that each format needs, in one of several spellings; `format: auto` detects a format by them."""
 TOKENIZED_KEYS = {
     "input_ids": "",
     "labels": "what is trained",
@@ -143,16 +134,6 @@ TOKENIZED_KEYS = {
     "token_type_ids": "one type of token",
 }
 SEGMENT_KEYS = {"text": "", "label": "what is trained"}
-LOSS_ON = {
-    "text": ("all",),
-    "prompt_completion": ("completion", "all"),
-    "alpaca": ("completion", "last_assistant", "all"),
-    "messages": ("assistant", "last_assistant", "all"),
-    "sharegpt": ("assistant", "last_assistant", "all"),
-    "segments": ("labels",),
-    "tokenized": ("labels",),
-}
-"""The possible values of `loss_on` for each format; `auto` selects the first."""
 
 # Stanford Alpaca's two prompts, verbatim: github.com/tatsu-lab/stanford_alpaca, train.py, PROMPT_DICT.
 STANFORD_WITH_INPUT = (
@@ -234,7 +215,7 @@ class FormatSettings:
     def example(self, row: dict[str, Any], uses: set[KeyUse] | None = None) -> Example:
         """Convert a row, and add how each of its keys is used to `uses`. Raises: RowError if the row does not fit the format."""
         account = RowAccount(self.ignored)
-        template = self.template if self.format in ("messages", "sharegpt") else None
+        template = self.template if ROW_FORMATS[self.format].holds == "chat" else None
         try:
             example = self._example(row, account)
         except ColumnError as error:
@@ -258,7 +239,7 @@ class FormatSettings:
     def encodes_special_tokens_as_text(self, example: Example) -> bool:
         """Return whether a special token in the content is encoded as ordinary text; by default where a template surrounds the content."""
         if self.special_tokens == "auto":
-            return isinstance(example, Chat) or self.format == "alpaca"
+            return isinstance(example, Chat) or ROW_FORMATS[self.format].surrounds is not None
         return self.special_tokens == "text"
 
     def _example(self, row: dict[str, Any], account: RowAccount) -> Example:
@@ -275,8 +256,10 @@ class FormatSettings:
                 return self._chat(self._messages(account).read(row, column), row)
             case "segments":
                 return LabelledText(self._segments(self._read(row, account, {"segments": ""}), account))
-            case _:
+            case "tokenized":
                 return self._ids(self._read(row, account, TOKENIZED_KEYS))
+            case _:
+                raise AssertionError(f"rows of the format {self.format} are not read")
 
     def _read(self, row: dict[str, Any], account: RowAccount, known: Mapping[str, str]) -> dict[str, Any]:
         """Return the row without the columns that are not read."""
@@ -404,12 +387,12 @@ class FormatSettings:
 
 
 def matching_formats(columns: Collection[str]) -> list[str]:
-    return [name for name, spellings in COLUMNS.items() if any(all(column in columns for column in needed) for needed in spellings)]
+    return [name for name, each in ROW_FORMATS.items() if any(all(column in columns for column in needed) for needed in each.columns)]
 
 
 def needed_columns(format_: str, columns: Collection[str]) -> tuple[str, ...]:
     """Return the columns that a format needs, in the first spelling that `columns` have; the first of all if they have none."""
-    spellings = COLUMNS[format_]
+    spellings = ROW_FORMATS[format_].columns
     return next((needed for needed in spellings if all(column in columns for column in needed)), spellings[0])
 
 

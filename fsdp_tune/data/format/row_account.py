@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import KeyAccount
+from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 
 # ---- The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is refused.
 #
@@ -187,7 +188,7 @@ class RowAccount:
             advice.setdefault(each, []).append(name)
         ways = [f"{listed_keys(names)}: {each}" for each, names in advice.items() if each]
         messages = next((use.key for use in self.uses if use.how == "read" and not use.meaning and "." not in use.key), None)
-        if format_ in ("messages", "sharegpt") and messages and "chosen" in self._unread and "prompt" not in self._unread:
+        if ROW_FORMATS[format_].holds == "chat" and messages and "chosen" in self._unread and "prompt" not in self._unread:
             ways.append(
                 f"to train it after messages that end with the question, `rename_columns: {{{messages}: prompt, chosen: completion}}`"
             )

@@ -222,6 +222,12 @@ def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocab
     return model
 
 
+def build_base(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the model of `build_empty` as its class makes it: without adapters, and with all parameters trained."""
+    with torch.device("meta"):
+        return _from_config(recipe, config)
+
+
 def _constructed(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     """Return the class in the dtype of the recipe, on the meta device: weights to be quantised are read in fp32."""
     with torch.device("meta"):
@@ -295,8 +301,7 @@ def _from_codes(
     recipe: Recipe, config: PreTrainedConfig, files: WeightFiles, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a model whose quantised weights are decoded as transformers reads each of them."""
-    with torch.device("meta"):
-        empty = _from_config(recipe, config)
+    empty = build_base(recipe, config)
     state = {name: _Lazy(stored) for name, stored in files.tensors.items()}
     loaded: Any = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **options)
     return loaded

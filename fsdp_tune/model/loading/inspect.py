@@ -1,15 +1,17 @@
 """Inspect a recipe's model on the meta device in a separate process, so that the command line never imports torch.
 
-    python -m fsdp_tune.model.loading.inspect < recipe.json
+    python -m fsdp_tune.model.loading.inspect [ENTRY] < recipe.json
 
-prints a `ModelInspection` as JSON.
+prints a `ModelInspection` as JSON, and keeps it in the file ENTRY if it can be reused (`model.kept_inspections`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
+import os
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, collected
+from fsdp_tune.core.reads import Reads
 from fsdp_tune.core.units import format_bytes
+from fsdp_tune.model import kept_inspections
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.optimizers import pairs_of
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -62,7 +66,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
             notices += [] if packaged else check_base(recipe, found.config_changes)
             notices += [*_untrained_experts(model), *_untrained_parts(model)]
         notices += _kept_notices(recipe, model)
-        more_problems, more_notices = _limits(recipe, model, found)
+        more_problems, more_notices = _limits(recipe, model, packaged=packaged, positions=found.max_positions)
         problems, notices = problems + more_problems, notices + more_notices
         with collected(problems):
             found = found.model_copy(update=_wrapping(recipe, model))
@@ -79,9 +83,35 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     except FsdpTuneError as error:
         problems += error.problems
         if found is None and recipe.lora is not None:  # the base may have problems of its own
-            base_alone = recipe.model_copy(update={"lora": None, "quantization": None})
-            problems += [problem for problem in find_facts(base_alone).problems if problem not in problems]
+            problems += [problem for problem in _problems_of_base(recipe) if problem not in problems]
     return ModelInspection(found, tuple(problems), tuple(notices))
+
+
+def _problems_of_base(recipe: Recipe) -> list[Problem]:
+    """Return the problems that a recipe has whatever its adapters are, which cannot be made."""
+    from fsdp_tune.model.kernels.install import choose_kernels
+    from fsdp_tune.model.loading.construct import build_base, config_or_facts
+    from fsdp_tune.model.loading.exported_config import local_tensors
+    from fsdp_tune.model.loading.positions import positions_of_run
+    from fsdp_tune.model.loading.tensor_account import account_for
+    from fsdp_tune.model.loading.weight_files import check_weight_files
+    from fsdp_tune.model.optim.adamw_in_blocks import require_optimizer
+
+    problems: list[Problem] = []
+    with collected(problems):
+        config, packaged = config_or_facts(recipe)
+        model = build_base(recipe, config)
+        base = local_tensors(recipe) if not check_weight_files(recipe) else None
+        problems += account_for(recipe, config, model, base).problems if base is not None else ()
+        problems += _limits(recipe, model, packaged=packaged, positions=positions_of_run(recipe, config))[0]
+        with collected(problems):
+            _wrapping(recipe, model)
+        with collected(problems):
+            require_optimizer(recipe)
+            problems += _optimizer_problems(recipe)
+        with collected(problems):
+            choose_kernels(recipe, model, str(recipe.launch.device))
+    return problems
 
 
 def _facts(
@@ -230,15 +260,15 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
     }
 
 
-def _limits(recipe: Recipe, model: Any, found: ModelFacts) -> tuple[list[Problem], list[Notice]]:
+def _limits(recipe: Recipe, model: Any, *, packaged: bool, positions: int | None) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
     from fsdp_tune.model.loading.packing import packing_problem
     from fsdp_tune.model.loading.positions import beyond_table_of_positions
     from fsdp_tune.model.loading.rotary import fixed_rotary
 
     problems: list[Problem] = []
-    notices: list[Notice] = [] if found.packaged else tie_notices(recipe)
-    positions, longest = found.max_positions, recipe.data.max_length
+    notices: list[Notice] = [] if packaged else tie_notices(recipe)
+    longest = recipe.data.max_length
     if positions is not None and longest > positions:
         if (problem := beyond_table_of_positions(recipe, model)) is not None:
             problems.append(problem)
@@ -269,10 +299,15 @@ def _limits(recipe: Recipe, model: Any, found: ModelFacts) -> tuple[list[Problem
 
 def main() -> None:
     recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must contain one document only
-        document = find_facts(recipe).to_json()
-    sys.stdout.write(document)
+    with Reads() as reads, contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must contain one document only
+        found = find_facts(recipe)
+    sys.stdout.write(found.to_json())
+    if len(sys.argv) > 1:
+        kept_inspections.keep(Path(sys.argv[1]), recipe, found, reads)
 
 
 if __name__ == "__main__":
+    gc.disable()  # collections would take a tenth of the time, and the process is short
     main()
+    sys.stdout.flush()
+    os._exit(0)  # without the end of all modules, which takes a second

@@ -172,6 +172,9 @@ class Plan:
     """Changed keys with their values, relative to the requested recipe; empty for that recipe."""
     place: int | None = None
     """Rank from 1, among all recipes, including those that are not shown."""
+    equal_from: int | None = None
+    """The place of the first recipe whose step takes the same time within the median error of `accuracy`; of these, the one with least
+    memory is first. None if no other recipe is equal to this one."""
     decided: dict[str, str] = field(default_factory=dict[str, str])
     """Values that the recipe leaves to the plan, by key, each with its reason."""
     alternatives: tuple[Plan, ...] = ()
@@ -215,6 +218,7 @@ _OF_THE_SEARCH = ("alternatives", "other_trainings", "scaling", "best_because", 
 
 SHORT = (
     "place",
+    "equal_from",
     "recipe_changes",
     "fits",
     "fits_because",

@@ -159,11 +159,42 @@ def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> 
     """Rank recipes for a target, including `base`; `trace` is that of `base`."""
     search_for, order = {"fastest": (fastest, rank), "cheapest": (cheapest, _by_cost), "largest-context": (longest, _by_length)}[target]
     others = [each for each in search_for(search, base, trace) if not _is_same(each.recipe, base, trace)]
-    found = sorted([search.price(base, trace, base), *others], key=order)
-    placed = [PlannedRecipe(each.recipe, replace(each.plan, place=place)) for place, each in enumerate(found, 1)]
+    placed = _placed(sorted([search.price(base, trace, base), *others], key=order))
     cut = next(each for each in placed if not each.plan.recipe_changes)
     shown = placed[:SHOWN] if cut in placed[:SHOWN] else [*placed[: SHOWN - 1], cut]
-    return Ranking(tuple(shown), why_first(found, target))
+    return Ranking(tuple(shown), why_first(placed, target))
+
+
+def _placed(found: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
+    """Return recipes that are sorted by the target with their places; those whose times are equal within the error by memory.
+
+    The first of a group is the fastest, and each of the others is equal to that one, so that the order of all is consistent.
+    """
+    groups: list[list[PlannedRecipe]] = []
+    for each in found:
+        if groups and _is_equal(groups[-1][0], each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    placed: list[PlannedRecipe] = []
+    for group in groups:
+        first = len(placed) + 1
+        for each in sorted(group, key=lambda one: one.plan.device_gib):
+            equal_from = first if len(group) > 1 else None
+            placed.append(PlannedRecipe(each.recipe, replace(each.plan, place=len(placed) + 1, equal_from=equal_from)))
+    return placed
+
+
+def _is_equal(faster: PlannedRecipe, slower: PlannedRecipe) -> bool:
+    """Return whether two recipes take the same time per token within the median error of times, with rows of one length on as many GPUs;
+    and whether both fit, or both are tight."""
+    one, other = faster.plan, slower.plan
+    kinds = [(each.plan.fits, each.plan.num_processes, each.recipe.data.max_length) for each in (faster, slower)]
+    if kinds[0] != kinds[1] or one.fits == "no":
+        return False
+    error = max(each.accuracy["step_seconds"].median_percent or 0.0 for each in (one, other))
+    times = _device_seconds(faster), _device_seconds(slower)
+    return times[1] < float("inf") and times[1] <= times[0] * (1 + error / 100)
 
 
 def _is_same(recipe: Recipe, base: Recipe, trace: Trace) -> bool:
@@ -310,7 +341,11 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
     if first.step_seconds is None and target != "largest-context":
         what = f"smallest (the speed of {first.gpu} is unknown)"
     said = [f"the {what} of {len(fitting)} that fit" if first.fits == "yes" else "nothing fits with memory to spare; this one is tight"]
-    others = [each for each in fitting[1:] if _layout_of(each) != _layout_of(ranked[0])]
+    equal = [each for each in ranked if first.equal_from is not None and each.plan.equal_from == first.equal_from]
+    if equal:
+        error = max(each.plan.accuracy["step_seconds"].median_percent or 0.0 for each in equal)
+        said.append(f"{len(equal) - 1} more are equal within the median error of such times ({error:g} %) and need more memory")
+    others = [each for each in fitting[1:] if each not in equal and _layout_of(each) != _layout_of(ranked[0])]
     if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:
         more = _device_seconds(ranked[0]) / _device_seconds(others[0]) - 1
         than = f"{abs(more):.0%} {'more' if more > 0 else 'less'} time per token"

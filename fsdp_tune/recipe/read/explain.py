@@ -12,7 +12,7 @@ from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable, shown
 from fsdp_tune.recipe.read.yaml_source import UNSPACED, ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
 from fsdp_tune.recipe.schema.keys import choices, closest, dotted, element_words, field_at, field_words, sections_in, unknown_key_hint
-from fsdp_tune.recipe.schema.kinds import Text
+from fsdp_tune.recipe.schema.kinds import STRATEGIES, Text
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Training
 from fsdp_tune.recipe.schema.sections import EVAL_TAGS
@@ -186,7 +186,7 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
             return f"write `{meant}`"
         if wants_number and (number := _number_in(value, is_whole="whole" in takes)) is not None:
             return f"write `{number}`"
-        near = _longer(value, options) or closest(value, options)
+        near = _strategy(value, options) or _longer(value, options) or closest(value, options)
         if near is None and takes.startswith("a list"):
             return f"write a list: `[{', '.join(shown(part.strip()) for part in value.split(','))}]`"
         return f"did you mean `{near}`?" if near else None
@@ -222,6 +222,13 @@ def _number_in(text: str, *, is_whole: bool) -> str | None:
         return None
     value = float(re.sub("[,_]", "", found[1])) * _FACTORS.get(found[2].lower(), 1)
     return f"{value:.0f}" if value.is_integer() else None if is_whole else f"{value:.10g}"
+
+
+def _strategy(text: str, options: Sequence[str]) -> str | None:
+    """Return the sharding strategy that another tool, or another way of writing, calls `text`: FULL_SHARD for `zero-3`."""
+    letters = re.sub("[^a-z0-9]", "", text.lower())
+    named = (name for name, row in STRATEGIES.items() if letters in (*row.other_names, name.lower().replace("_", "")))
+    return next((name for name in named if name in options), None)
 
 
 def _longer(text: str, options: Sequence[str]) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.recipe.schema.keys import Finding, given
+from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
@@ -39,8 +40,10 @@ def _saves_by_steps(recipe: Recipe) -> bool:
     return training_value(recipe.training, "save_strategy") in {"steps", "best"}
 
 
-def _formats_are_among(*formats: str) -> Callable[[Recipe], bool]:
-    return lambda recipe: {entry.format or recipe.data.format for _, entry in recipe.data.sources} <= set(formats)
+def _formats_hold(*kinds: str) -> Callable[[Recipe], bool]:
+    """Return whether the formats of all sources are given, and hold only these."""
+    formats = {name for name, each in ROW_FORMATS.items() if each.holds in kinds}
+    return lambda recipe: {entry.format or recipe.data.format for _, entry in recipe.data.sources} <= formats
 
 
 INACTIVE = (
@@ -69,8 +72,8 @@ INACTIVE = (
         lambda recipe: recipe.is_sharded and _has_one_micro_batch(recipe),
         "a step has one micro-batch (`training.gradient_accumulation_steps`)",
     ),
-    Inactive(("data.roles",), _formats_are_among("text", "alpaca", "segments", "tokenized"), "no format of the data has roles"),
-    Inactive(("data.special_tokens_in_content",), _formats_are_among("tokenized"), "all data are token ids"),
+    Inactive(("data.roles",), _formats_hold("text", "chat with a template", "ids"), "no format of the data has roles"),
+    Inactive(("data.special_tokens_in_content",), _formats_hold("ids"), "all data are token ids"),
     Inactive(("data.max_bad_share",), lambda recipe: recipe.data.on_bad_row == "error", "`data.on_bad_row` is error"),
     Inactive(("data.packing_strategy",), lambda recipe: not (recipe.data.packing or recipe.data.eval_packing), "`data.packing` is false"),
     Inactive(("data.eval_packing",), lambda recipe: recipe.data.eval is None, "there is no `data.eval`"),

@@ -1,4 +1,4 @@
-"""Kinds of values of recipe keys, the effects that a key declares, and the sharding strategies.
+"""Kinds of values of recipe keys, the effects that a key declares, the formats of rows, and the sharding strategies.
 
 A kind is a pydantic type with a description for messages (`Description`). Next to its type each key declares what it affects, and
 whether a resumed run may change it (`Effect`). A declaration holds for a resolved recipe and covers the direct effects of the key:
@@ -13,9 +13,10 @@ independently, so that a mistake here is found.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Flag, StrEnum, auto
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -144,6 +145,56 @@ LossOn = Literal["auto", "all", "completion", "assistant", "last_assistant"]
 ChatRole = Literal["system", "developer", "user", "assistant", "tool", "function_call"]
 
 
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """What differs by the format of rows. `data/format/formats.py` reads them."""
+
+    columns: tuple[tuple[str, ...], ...]
+    """The columns that it needs, in one of several spellings; `format: auto` detects it by them."""
+    loss_on: tuple[str, ...]
+    """The possible values of `loss_on`; `auto` selects the first."""
+    holds: Literal["text", "text or chat", "chat with a template", "chat", "ids"]
+    """text or chat: each row by itself. chat with a template: where there is a chat template, else text."""
+    marks_trained: bool = False
+    """Whether rows mark what is trained."""
+    question: Callable[[str, str], dict[str, Any]] | None = None
+    """Makes a row of a prompt and an answer. None: a prompt is not the question of an answer, and is continued as it is."""
+    surrounds: str | None = None
+    """What a prompt becomes, if the package surrounds it with text of its own; None: it stays as it is."""
+
+
+def _messages(prompt: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+
+
+ROW_FORMATS: dict[str, RowFormat] = {
+    "text": RowFormat((("text",),), ("all",), "text"),
+    "prompt_completion": RowFormat(
+        (("prompt", "completion"),),
+        ("completion", "all"),
+        "text or chat",
+        question=lambda prompt, answer: {"prompt": prompt, "completion": answer},
+    ),
+    "alpaca": RowFormat(
+        (("instruction", "output"), ("instruction", "response"), ("query", "response")),
+        ("completion", "last_assistant", "all"),
+        "chat with a template",
+        question=lambda prompt, answer: {"instruction": prompt, "output": answer},
+        surrounds="Stanford Alpaca's instruction",
+    ),
+    "messages": RowFormat((("messages",),), ("assistant", "last_assistant", "all"), "chat", question=_messages),
+    "sharegpt": RowFormat(
+        (("conversations",), ("conversation",)),
+        ("assistant", "last_assistant", "all"),
+        "chat",
+        question=lambda prompt, answer: {"conversations": _messages(prompt, answer)["messages"]},
+    ),
+    "segments": RowFormat((("segments",),), ("labels",), "text", marks_trained=True),
+    "tokenized": RowFormat((("input_ids",),), ("labels",), "ids", marks_trained=True),
+}
+"""One for each `DataFormat` but auto."""
+
+
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
 
 
@@ -157,14 +208,36 @@ class Strategy:
     """Sharded within each of several copies. The search tries it over several machines, where copies avoid traffic on slow links."""
     reshards: bool
     """Whether a unit frees its gathered parameters after its forward, and gathers them again for its backward (ZeRO-3)."""
+    other_names: tuple[str, ...]
+    """What other tools call it, for hints: in lower case, letters and digits alone."""
 
 
 STRATEGIES: dict[ShardingStrategy, Strategy] = {
-    "FULL_SHARD": Strategy(1, is_sharded=True, is_hybrid=False, reshards=True),
-    "SHARD_GRAD_OP": Strategy(2, is_sharded=True, is_hybrid=False, reshards=False),
-    "HYBRID_SHARD": Strategy(4, is_sharded=True, is_hybrid=True, reshards=True),
-    "HYBRID_SHARD_ZERO2": Strategy(5, is_sharded=True, is_hybrid=True, reshards=False),
-    "NO_SHARD": Strategy(3, is_sharded=False, is_hybrid=False, reshards=False),
+    "FULL_SHARD": Strategy(
+        1,
+        is_sharded=True,
+        is_hybrid=False,
+        reshards=True,
+        other_names=("zero3", "zerostage3", "stage3", "deepspeedzero3", "fsdp", "fsdp1", "fsdp2", "full", "sharded"),
+    ),
+    "SHARD_GRAD_OP": Strategy(
+        2,
+        is_sharded=True,
+        is_hybrid=False,
+        reshards=False,
+        other_names=("zero2", "zerostage2", "stage2", "deepspeedzero2", "zero1", "zerostage1", "stage1", "deepspeedzero1"),
+    ),
+    "HYBRID_SHARD": Strategy(
+        4, is_sharded=True, is_hybrid=True, reshards=True, other_names=("hybrid", "hsdp", "hybridzero3", "hybridfsdp")
+    ),
+    "HYBRID_SHARD_ZERO2": Strategy(5, is_sharded=True, is_hybrid=True, reshards=False, other_names=("hybridzero2", "hsdpzero2")),
+    "NO_SHARD": Strategy(
+        3,
+        is_sharded=False,
+        is_hybrid=False,
+        reshards=False,
+        other_names=("ddp", "dp", "dataparallel", "distributeddataparallel", "multigpu", "zero0", "stage0", "none", "replicated"),
+    ),
 }
 """In the order in which the search tries them."""
 
