@@ -115,28 +115,7 @@ def evaluate(
         models = [find_model(str(name)) for name in (model, options.base) if name is not None]
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)
-        check_cache(settings)
-        encoder = load_encoder(settings)
-        _check_models(models, encoder, options, observer)
-        reader = AnswerReader(encoder, options.answer)
-        sets = _prepare(settings, options, encoder, observer)
-        request = Request(
-            models=models,
-            sets=sets,
-            measure="generate" if options.metric == EXACT_MATCH else "loss" if metric is None else "extension",
-            vocabulary_size=encoder.vocabulary_size,
-            pad_id=encoder.pad_id,
-            batch_size=options.batch_size,
-            device=device,
-            dtype=options.dtype,
-            max_rows=options.max_rows,
-            max_new_tokens=options.max_new_tokens,
-            metric=None if metric is None else metric.as_dict(),
-            trust_remote_code=options.allowed.remote_code,
-            parts=processes_of(options, device),
-        )
-        scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
-        _run(request, scored, observer)
+        scored, request = _score(models, settings, options, metric, device, observer)
         observer.notices([notice for each in scored.values() for notice in (*each.few_rows, *each.cut_answers(models))])
         if options.out is not None:
             lines = [line for each in scored.values() for line in each.lines([model.name for model in models])]
@@ -155,6 +134,57 @@ def evaluate(
             processes=request.parts,
             card=_put_on_card(models[0], options, settings, results, observer),
         )
+
+
+def evaluate_checkpoint(run: RunDir, model: Path, options: EvaluateOptions) -> SetResult:
+    """Evaluate the model of a checkpoint, a Hugging Face directory or an adapter, on the rows of `options.data`, read as by its run.
+
+    Raises: FsdpTuneError.
+    """
+    settings, device = recipe_of_set(recipe_of_run(run), options), device_of(options.device)
+    scored, _ = _score([find_model(str(model))], settings, options, None, device, Observer())
+    (result,) = scored.values()
+    return result.result()
+
+
+def prepare_set(recipe: Recipe, options: EvaluateOptions, encoder: TokenizerEncoder, observer: Observer) -> None:
+    """Prepare rows that `evaluate_checkpoint` will score in a run of the recipe. Raises: usage error for rows that cannot be."""
+    (found,) = _prepare(recipe_of_set(recipe, options), options, encoder, observer).items()
+    _ScoredSet(*found, options, AnswerReader(encoder, options.answer))
+
+
+def _score(
+    models: Sequence[ModelToEvaluate],
+    settings: Recipe,
+    options: EvaluateOptions,
+    metric: Extension | None,
+    device: str,
+    observer: Observer,
+) -> tuple[dict[str, _ScoredSet], Request]:
+    """Run the models on the rows of the settings. Returns the scores of each set, and how they were computed. Raises: FsdpTuneError."""
+    check_cache(settings)
+    encoder = load_encoder(settings)
+    _check_models(models, encoder, options, observer)
+    reader = AnswerReader(encoder, options.answer)
+    sets = _prepare(settings, options, encoder, observer)
+    request = Request(
+        models=list(models),
+        sets=sets,
+        measure="generate" if options.metric == EXACT_MATCH else "loss" if metric is None else "extension",
+        vocabulary_size=encoder.vocabulary_size,
+        pad_id=encoder.pad_id,
+        batch_size=options.batch_size,
+        device=device,
+        dtype=options.dtype,
+        max_rows=options.max_rows,
+        max_new_tokens=options.max_new_tokens,
+        metric=None if metric is None else metric.as_dict(),
+        trust_remote_code=options.allowed.remote_code,
+        parts=processes_of(options, device),
+    )
+    scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
+    _run(request, scored, observer)
+    return scored, request
 
 
 def _put_on_card(
@@ -267,7 +297,7 @@ def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedReci
         recipe = recipe_of_run(run)
     else:
         recipe = recipe_of_model(model, options.allowed)
-    recipe = _with_data(recipe, options)
+    recipe = recipe_of_set(recipe, options)
     refuse_code(recipe, options.allowed, starts_ranks=False)
     return recipe
 
@@ -287,7 +317,7 @@ def recipe_of_model(model: ModelToEvaluate, allowed: Allowed) -> Recipe:
     return Recipe.model_validate({"model": raw})
 
 
-def _with_data(recipe: Recipe, options: EvaluateOptions) -> Recipe:
+def recipe_of_set(recipe: Recipe, options: EvaluateOptions) -> Recipe:
     """Return the recipe with `options.data` as its only source, read like the first training source unless `options.source` differs."""
     raw = recipe.model_dump(by_alias=True)
     data = raw["data"]
