@@ -24,13 +24,14 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.devices import visible_devices
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.processes import QUIET_LIBRARIES
-from fsdp_tune.core.units import format_seconds, parse_seconds
+from fsdp_tune.core.units import format_bytes, format_seconds, parse_seconds
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from fsdp_tune.jobs.checkpoint_scores import options_of_set, scratch_of
 from fsdp_tune.jobs.evaluate import prepare_set
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import CheckpointScores, kept_for_scores
 from fsdp_tune.run.directory import Checkpoint, RunDir, best_so_far, complete_checkpoints
@@ -41,6 +42,10 @@ from fsdp_tune.run.rotation import rotate
 
 POLL_SECONDS = 1.0
 SCORE = (sys.executable, "-P", "-m", "fsdp_tune.jobs.checkpoint_scores")
+TRACK = (sys.executable, "-P", "-m", "fsdp_tune.worker.observe.tracked_scores")
+TRACKERS_SECONDS = 300.0
+"""Limit for trackers, whose servers may not answer."""
+LOG = "evaluation.log"
 _ONLY_SOURCE = "data.train[0]"
 Outcome = CheckpointEvaluated | CheckpointEvaluationFailed
 
@@ -69,6 +74,24 @@ def evaluation_device(recipe: Recipe) -> EvaluationDevice:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = named.split(",") if named else list(map(str, range(visible)))
     return EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": ",".join(numbers[recipe.local_world_size : visible])})
+
+
+def notices_of_evaluation(recipe: Recipe, model: ModelFacts) -> list[Notice]:
+    """Return what an evaluation of a checkpoint needs in addition to the ranks: memory of its device, and disk for the model."""
+    if not recipe.evaluation.is_on:
+        return []
+    wide = recipe.merge.dtype == "fp32" or (recipe.merge.dtype == "auto" and recipe.compute_dtype == "fp32")
+    model_bytes = model.parameters * (4 if wide else 2)
+    device = evaluation_device(recipe)
+    where = "GPUs of the ranks, after them" if recipe.evaluation.when == "at_end" else "GPUs that no rank uses"
+    where = where if device.is_gpu else "host memory, next to the ranks" if recipe.evaluation.when == "alongside" else "host memory"
+    folder = scratch_of(RunDir(Path(recipe.output_dir)), recipe.evaluation)
+    disk = next(each for each in folder.absolute().parents if each.is_dir())
+    free_bytes = shutil.disk_usage(disk).free
+    message = f"an evaluation needs {format_bytes(model_bytes)} and its activations on {where}, and {format_bytes(model_bytes)} in {disk}"
+    message += f" ({format_bytes(free_bytes)} are free)"
+    hint = "`evaluation.scratch_dir` names another disk" if free_bytes < 2 * model_bytes else None
+    return [Notice("evaluation-needs", message, Where(key="evaluation"), hint)]
 
 
 def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observer) -> None:
@@ -130,9 +153,26 @@ class Evaluating:
                 bar.advance(len(waiting) - len(now))
                 waiting = now
         self._rotate()
+        self._send_to_trackers()
         for outcome in sorted(self._outcomes.values(), key=lambda each: each.step):
             for line in outcome.shown():
                 self._observer.message(line)
+
+    def _send_to_trackers(self) -> None:
+        """Send the scores that rank 0 had not yet when it ended, in a process that loads the trackers."""
+        if not self._recipe.training.report_to:
+            return
+        with DISK.open_private(self._run.logs / LOG, "ab") as log:
+            child = children.start([*TRACK, str(self._run.path)], dict(os.environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            limit = LIVED.now() + TRACKERS_SECONDS
+            while child.poll() is None and LIVED.now() < limit:
+                time.sleep(POLL_SECONDS / 5)
+            if child.returncode != 0:
+                message = f"the last scores are not in {', '.join(self._recipe.training.report_to)}; see {self._run.logs / LOG}"
+                self._observer.notices([Notice("scores-not-tracked", message, hint="metrics.jsonl has them")])
+        finally:
+            children.end(child)
 
     def _rotate(self) -> None:
         """Delete the checkpoints beyond `training.save_total_limit` that were kept for their evaluation."""
@@ -185,7 +225,7 @@ class Evaluating:
         limit_seconds = parse_seconds(self._recipe.evaluation.timeout)
         variables = {**os.environ, **QUIET_LIBRARIES, **self._device.variables}
         command = [*SCORE, str(self._run.path), str(checkpoint.step), self._device.kind]
-        log = self._run.logs / "evaluation.log"
+        log = self._run.logs / LOG
         try:
             with DISK.open_private(log, "ab") as errors:
                 child = children.start(command, variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)

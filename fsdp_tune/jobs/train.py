@@ -26,7 +26,7 @@ from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
-from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating
+from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, notices_of_evaluation
 from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
@@ -357,7 +357,7 @@ class _Job:
         packaged = [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if is_packaged else []
         if model.model is None or model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
-        observer.notices(check_vocabulary(model.model, recipe, data.vocabulary_size))
+        observer.notices([*check_vocabulary(model.model, recipe, data.vocabulary_size), *notices_of_evaluation(recipe, model.model)])
         if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
             refuse_changed_files(before.stamps, data.stamps)
         overwrite = self.options.overwrite

@@ -25,6 +25,12 @@ class BestScore:
     value: float
 
 
+def checkpoint_events(run: RunDir) -> list[CheckpointEvaluated | CheckpointEvaluationFailed]:
+    """Return the events of evaluated checkpoints in metrics.jsonl, oldest first."""
+    found = map(read_event, metrics_with(run.metrics_jsonl, _MARKER))
+    return [event for event in found if isinstance(event, CheckpointEvaluated | CheckpointEvaluationFailed)]
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointScores:
     """What metrics.jsonl has of the evaluations of checkpoints, by the identity of the checkpoint."""
@@ -35,10 +41,10 @@ class CheckpointScores:
     @classmethod
     def read(cls, run: RunDir) -> CheckpointScores:
         found = cls({}, {})
-        for event in map(read_event, metrics_with(run.metrics_jsonl, _MARKER)):
+        for event in checkpoint_events(run):
             if isinstance(event, CheckpointEvaluated):
                 found.evaluated[event.checkpoint] = event
-            elif isinstance(event, CheckpointEvaluationFailed):
+            else:
                 found.failed[event.checkpoint] = event
         return found
 

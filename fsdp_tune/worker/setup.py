@@ -54,6 +54,7 @@ from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.profile import Profile
 from fsdp_tune.worker.observe.step_phases import StepProgress
 from fsdp_tune.worker.observe.stragglers import Stragglers
+from fsdp_tune.worker.observe.tracked_scores import SendScores
 from fsdp_tune.worker.observe.tracker_ids import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
@@ -138,6 +139,7 @@ def _observers(
         witness,
         callback,
         *([Samples(start)] if recipe.training.sample is not None else []),
+        *([SendScores(run)] if recipe.evaluation.is_on and recipe.training.report_to else []),
         StepProgress(parts.heartbeat),
         Stragglers(shares, parts.metrics),
     ]
