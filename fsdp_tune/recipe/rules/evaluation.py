@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.schema.evaluation import EvaluationSet
-from fsdp_tune.recipe.schema.keys import Finding, Rule, given
+from fsdp_tune.recipe.schema.keys import Finding, Rule
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import BUILDERS
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -93,7 +93,7 @@ def evaluation_keys_are_read(recipe: Recipe) -> Iterator[Finding]:
     evaluation = recipe.evaluation
     if evaluation.task_rows is not None and not evaluation.tasks:
         yield Finding("contradiction", ("evaluation.task_rows",), "`evaluation.task_rows` limits tasks, and there are none", "leave it out")
-    lonely = [name for name in ("every", "when", "batch_size", "timeout", "scratch_dir") if given(recipe, f"evaluation.{name}")]
+    lonely = [name for name, value in evaluation.model_dump(exclude_defaults=True).items() if value and name != "task_rows"]
     if lonely and not evaluation.is_on:
         message = f"`evaluation.{lonely[0]}` is set, and there is nothing to evaluate"
         hint = "add `sets: [{path: test.jsonl}]`, or leave the section out"
