@@ -27,6 +27,7 @@ from fsdp_tune.recipe.schema.evaluation import Evaluation, EvaluationSet
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.event_parts import CheckpointScore
+from fsdp_tune.run.manifest import digest
 
 SCRATCH = ".evaluation"
 """Folder of the run with the model that is being evaluated."""
@@ -37,7 +38,11 @@ _NICENESS = 10
 
 def scratch_of(run: RunDir, evaluation: Evaluation) -> Path:
     """Return the folder of this run's models while they are evaluated."""
-    return run.path / SCRATCH if evaluation.scratch_dir is None else Path(evaluation.scratch_dir) / f"{run.name}{SCRATCH}"
+    return (
+        run.path / SCRATCH
+        if evaluation.scratch_dir is None
+        else Path(evaluation.scratch_dir) / f"{run.name}-{digest(str(run.path.resolve()))}{SCRATCH}"
+    )
 
 
 def options_of_set(entry: EvaluationSet, recipe: Recipe, device: DeviceKind = "auto") -> EvaluateOptions:

@@ -124,14 +124,11 @@ class Evaluating:
         self._is_stopping, self._is_last = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="evaluations", daemon=True)
 
-    @property
-    def is_at_end(self) -> bool:
-        return self._recipe.evaluation.when == "at_end"
-
     @contextmanager
     def following(self) -> Iterator[None]:
         """Evaluate the checkpoints of the run in this context. At its end no process of an evaluation is left, finished or not."""
-        if not self.is_at_end:
+        shutil.rmtree(scratch_of(self._run, self._recipe.evaluation), ignore_errors=True)  # of a command that was killed
+        if self._recipe.evaluation.when == "alongside":
             self._thread.start()
         try:
             yield
@@ -142,20 +139,22 @@ class Evaluating:
 
     def finish(self) -> None:
         """Wait until every checkpoint is evaluated; the ranks have ended. A signal ends the wait, and the next start continues."""
-        waiting = self._waiting()
+        waiting, shown = self._waiting(), set(self._outcomes)
         self._is_last.set()
         if self._thread.ident is None:
             self._thread.start()
-        with self._observer.progress("evaluating", len(waiting) or None, "checkpoints") as bar:
-            while self._thread.is_alive():
-                self._thread.join(POLL_SECONDS)
-                now = self._waiting()
-                bar.advance(len(waiting) - len(now))
-                waiting = now
+        if waiting:
+            with self._observer.progress("evaluating", len(waiting), "checkpoints") as bar:
+                while self._thread.is_alive():
+                    self._thread.join(POLL_SECONDS)
+                    now = self._waiting()
+                    bar.advance(len(waiting) - len(now))
+                    waiting = now
+        self._thread.join()
         self._rotate()
         self._send_to_trackers()
-        for outcome in sorted(self._outcomes.values(), key=lambda each: each.step):
-            for line in outcome.shown():
+        for identity, outcome in self._outcomes.items():
+            for line in outcome.shown() if identity not in shown else ():  # the others were read from metrics.jsonl
                 self._observer.message(line)
 
     def _send_to_trackers(self) -> None:

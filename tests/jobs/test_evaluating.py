@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import evaluating as jobs
-from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation
+from fsdp_tune.jobs.evaluating import Evaluating, EvaluationDevice, check_evaluation, evaluation_device
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
@@ -150,3 +150,23 @@ def test_mistake_in_a_set_is_found_before_training(tmp_path: Path, monkeypatch: 
     with pytest.raises(FsdpTuneError) as caught:
         check_evaluation(missing, load_encoder(missing), Observer())
     assert str(caught.value.problems[0].where.key).startswith("evaluation.sets[0]")
+
+
+@pytest.mark.parametrize(
+    ("when", "visible", "ranks", "variable", "expected"),
+    [
+        ("alongside", 8, 8, None, EvaluationDevice("cpu")),
+        ("alongside", 8, 6, None, EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6,7"})),
+        ("alongside", 3, 2, "4,5,6", EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6"})),
+        ("at_end", 8, 8, None, EvaluationDevice("auto")),
+    ],
+)
+def test_evaluation_uses_gpus_that_no_rank_uses(
+    monkeypatch: pytest.MonkeyPatch, when: str, visible: int, ranks: int, variable: str | None, expected: EvaluationDevice
+) -> None:
+    monkeypatch.setattr(jobs, "visible_devices", lambda _: [object()] * visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    document = {"evaluation": {"sets": [{"path": "a"}], "when": when}, "launch": {"device": "cuda", "num_processes": ranks}}
+    assert evaluation_device(Recipe.model_validate(document)) == expected

@@ -40,12 +40,13 @@ def sets_are_clear(recipe: Recipe) -> Iterator[Finding]:
 def _keys_of_set(key: str, entry: EvaluationSet) -> Iterator[Finding]:
     if entry.path in BUILDERS and entry.data_files is None:
         yield Finding("missing-key", (f"{key}.path",), f"`path: {entry.path}` reads files: `{key}.data_files` is missing")
+    changed = entry.model_dump(exclude_defaults=True).keys()  # a resolved recipe has every key
     for name in _OF_TRAINING:
-        if name in entry.model_fields_set:
+        if name in changed:
             yield Finding("contradiction", (f"{key}.{name}",), f"`{key}.{name}` is for training rows", "leave it out")
     if entry.metric != "exact_match":
         for name in _OF_ANSWERS:
-            if name in entry.model_fields_set:
+            if name in changed:
                 message = f"`{key}.{name}` is read by exact_match, and the metric is {entry.metric}"
                 yield Finding("contradiction", (f"{key}.{name}", f"{key}.metric"), message, "write `metric: exact_match`, or leave it out")
 
