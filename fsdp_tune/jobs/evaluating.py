@@ -40,7 +40,10 @@ from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rotation import rotate
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 5.0
+"""Interval of the search for new checkpoints."""
+WATCH_SECONDS = 0.2
+"""Interval of the checks of a process."""
 SCORE = (sys.executable, "-P", "-m", "fsdp_tune.jobs.checkpoint_scores")
 TRACK = (sys.executable, "-P", "-m", "fsdp_tune.worker.observe.tracked_scores")
 TRACKERS_SECONDS = 300.0
@@ -121,7 +124,7 @@ class Evaluating:
         self._device = evaluation_device(recipe)
         self._outcomes: dict[str, Outcome] = {}
         """Of this command, by the identity of the checkpoint: written again if rank 0 removes the line while it cuts the file back."""
-        self._is_stopping, self._is_last = threading.Event(), threading.Event()
+        self._is_stopping, self._is_last, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="evaluations", daemon=True)
 
     @contextmanager
@@ -134,6 +137,7 @@ class Evaluating:
             yield
         finally:
             self._is_stopping.set()
+            self._wake.set()
             if self._thread.ident is not None:
                 self._thread.join()
 
@@ -141,12 +145,13 @@ class Evaluating:
         """Wait until every checkpoint is evaluated; the ranks have ended. A signal ends the wait, and the next start continues."""
         waiting, shown = self._waiting(), set(self._outcomes)
         self._is_last.set()
+        self._wake.set()
         if self._thread.ident is None:
             self._thread.start()
         if waiting:
             with self._observer.progress("evaluating", len(waiting), "checkpoints") as bar:
                 while self._thread.is_alive():
-                    self._thread.join(POLL_SECONDS)
+                    self._thread.join(1.0)
                     now = self._waiting()
                     bar.advance(len(waiting) - len(now))
                     waiting = now
@@ -166,7 +171,7 @@ class Evaluating:
         try:
             limit = LIVED.now() + TRACKERS_SECONDS
             while child.poll() is None and LIVED.now() < limit:
-                time.sleep(POLL_SECONDS / 5)
+                time.sleep(WATCH_SECONDS)
             if child.returncode != 0:
                 message = f"the last scores are not in {', '.join(self._recipe.training.report_to)}; see {self._run.logs / LOG}"
                 self._observer.notices([Notice("scores-not-tracked", message, hint="metrics.jsonl has them")])
@@ -203,7 +208,7 @@ class Evaluating:
             elif is_last:
                 return
             else:
-                self._is_stopping.wait(POLL_SECONDS)
+                self._wake.wait(POLL_SECONDS)
 
     def _evaluate(self, checkpoint: Checkpoint) -> None:
         started = time.time()
@@ -233,7 +238,7 @@ class Evaluating:
         began = LIVED.now()
         try:
             while child.poll() is None:
-                if self._is_stopping.wait(POLL_SECONDS / 5):
+                if self._is_stopping.wait(WATCH_SECONDS):
                     return None
                 if LIVED.now() - began > limit_seconds:
                     message = f"it took more than {format_seconds(limit_seconds)} (`evaluation.timeout`)"

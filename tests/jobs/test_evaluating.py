@@ -40,11 +40,11 @@ def scored_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda program: monkeypatch.setattr(jobs, "SCORE", (sys.executable, "-I", "-S", "-c", program))
 
 
-def recipe(run: RunDir, **training: Any) -> Recipe:
+def recipe(run: RunDir, timeout: str = "1h", **training: Any) -> Recipe:
     document = {
         "model": {"name_or_path": "gpt2"},
         "data": {"train": [{"path": "rows.jsonl"}]},
-        "evaluation": {"sets": [{"path": "rows.jsonl", "label": "sums", "metric": "exact_match"}], "timeout": "1s"},
+        "evaluation": {"sets": [{"path": "rows.jsonl", "label": "sums", "metric": "exact_match"}], "timeout": timeout},
         "training": training,
         "launch": {"device": "cpu"},
         "output_dir": str(run.path),
@@ -105,7 +105,7 @@ def test_failed_evaluation_is_an_event_and_is_tried_again_by_the_next_command(
 ) -> None:
     scored_by(program)
     save(run, 10)
-    evaluations = Evaluating(run, recipe(run), Observer())
+    evaluations = Evaluating(run, recipe(run, "1s" if program == WAITS else "1h"), Observer())
     with evaluations.following():
         evaluations.finish()
     assert [line["code"] for line in read_metrics(run)] == [code]
@@ -119,15 +119,13 @@ def test_failed_evaluation_is_an_event_and_is_tried_again_by_the_next_command(
 def test_stop_ends_the_process_and_the_next_command_evaluates(run: RunDir, scored_by: Callable[[str], None]) -> None:
     scored_by(WAITS)
     save(run, 10)
-    document = recipe(run)
-    document = document.model_copy(update={"evaluation": document.evaluation.model_copy(update={"timeout": "1h"})})
-    with Evaluating(run, document, Observer()).following():
+    with Evaluating(run, recipe(run), Observer()).following():
         until(lambda: (run.path / "pid").exists() and (run.path / "pid").read_text() != "")
         child = psutil.Process(int((run.path / "pid").read_text()))
     assert not child.is_running()
     assert events(run) == []
     scored_by(PRINTS.format(line=SCORES))
-    evaluations = Evaluating(run, document, Observer())
+    evaluations = Evaluating(run, recipe(run), Observer())
     with evaluations.following():
         evaluations.finish()
     assert events(run) == [("checkpoint_evaluated", 10)]
