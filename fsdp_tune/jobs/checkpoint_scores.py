@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.answer.examples import Estimate, TasksRequest, find_model
+from fsdp_tune.answer.examples import TasksRequest, find_model
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild
@@ -71,9 +71,7 @@ def score_checkpoint(run: RunDir, step: int, device: DeviceKind) -> dict[str, Ch
         exports = recipe.lora is not None and recipe.merge.adapter == "adapter"
         options = MergeOptions(output=folder / f"checkpoint-{step}-model", step=step, verify="quick", adapter=exports)
         model = merge_checkpoint(run.path, options).output
-        scores: dict[str, CheckpointScore] = {}
-        for entry in recipe.evaluation.sets:
-            scores |= _score_set(run, model, entry, recipe, device)
+        scores = _score_sets(run, model, recipe, device) if recipe.evaluation.sets else {}
         if recipe.evaluation.tasks:
             scores |= _score_tasks(model, recipe, device)
         return scores
@@ -81,14 +79,14 @@ def score_checkpoint(run: RunDir, step: int, device: DeviceKind) -> dict[str, Ch
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _score_set(run: RunDir, model: Path, entry: EvaluationSet, recipe: Recipe, device: DeviceKind) -> dict[str, CheckpointScore]:
-    result = evaluate_checkpoint(run, model, options_of_set(entry, recipe, device))
-
-    def score(estimate: Estimate) -> CheckpointScore:
-        return CheckpointScore(estimate.value, estimate.low, estimate.high, result.rows)
-
-    found = {f"{entry.set_label}/{entry.metric}": score(result.metric)}
-    return found if result.loss is None else found | {f"{entry.set_label}/loss": score(result.loss)}
+def _score_sets(run: RunDir, model: Path, recipe: Recipe, device: DeviceKind) -> dict[str, CheckpointScore]:
+    sets = {each.set_label: each for each in recipe.evaluation.sets}
+    results = evaluate_checkpoint(run, model, {label: options_of_set(each, recipe, device) for label, each in sets.items()})
+    scores: dict[str, CheckpointScore] = {}
+    for label, result in results.items():
+        estimates = {sets[label].metric: result.metric} | ({} if result.loss is None else {"loss": result.loss})
+        scores |= {f"{label}/{name}": CheckpointScore(each.value, each.low, each.high, result.rows) for name, each in estimates.items()}
+    return scores
 
 
 def _score_tasks(model: Path, recipe: Recipe, device: DeviceKind) -> dict[str, CheckpointScore]:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.processes import QUIET_LIBRARIES
+from fsdp_tune.core.processes import QUIET_LIBRARIES, StoppedBySignal
 from fsdp_tune.core.units import format_bytes, format_seconds, parse_seconds
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from fsdp_tune.jobs.checkpoint_scores import options_of_set, scratch_of
@@ -101,7 +102,7 @@ def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observ
     """Prepare the rows of each set, so that the first evaluation finds no mistake in them. Raises: usage error."""
     for key, entry in recipe.evaluation.sources:
         try:
-            prepare_set(recipe, options_of_set(entry, recipe), encoder, observer)
+            prepare_set(recipe, options_of_set(entry, recipe), entry.set_label, encoder, observer)
         except FsdpTuneError as error:
             error.problems = tuple(_of_set(problem, key) for problem in error.problems)
             raise
@@ -141,9 +142,15 @@ class Evaluating:
             if self._thread.ident is not None:
                 self._thread.join()
 
-    def finish(self) -> None:
-        """Wait until every checkpoint is evaluated; the ranks have ended. A signal ends the wait, and the next start continues."""
+    def finish(self, signal_number: int | None = None) -> None:
+        """Wait until every checkpoint is evaluated; the ranks have ended. A signal ends the wait, and the next start continues.
+
+        `signal_number`: a signal that was received before, at a step that was the last one anyway.
+        Raises: StoppedBySignal or KeyboardInterrupt for it, if there is something to wait for.
+        """
         waiting, shown = self._waiting(), set(self._outcomes)
+        if waiting and signal_number is not None:
+            raise KeyboardInterrupt if signal_number == signal.SIGINT else StoppedBySignal(signal_number)
         self._is_last.set()
         self._wake.set()
         if self._thread.ident is None:

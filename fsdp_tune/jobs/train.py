@@ -436,7 +436,7 @@ class _Job:
             ways_out = (*ended.problem.ways_out, *commands_to_resume(run, checkpoint))
             raise FsdpTuneError(replace(ended.problem, ways_out=ways_out), exit_code=ended.exit_code)
         if ended.reason is ExitReason.FINISHED and evaluations is not None:
-            evaluations.finish()
+            evaluations.finish(ended.signal)
         if ended.reason is ExitReason.FINISHED and self.recipe.merge.at_end:
             self.observer.run_ended(replace(result, exit_reason=ExitReason.FAILED))
             result = replace(result, merged=self.merge())

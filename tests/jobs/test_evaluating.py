@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.jobs import evaluating as jobs
 from fsdp_tune.jobs.evaluating import Evaluating, EvaluationDevice, check_evaluation, evaluation_device
 from fsdp_tune.jobs.observer import Observer
@@ -168,3 +170,20 @@ def test_evaluation_uses_gpus_that_no_rank_uses(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     document = {"evaluation": {"sets": [{"path": "a"}], "when": when}, "launch": {"device": "cuda", "num_processes": ranks}}
     assert evaluation_device(Recipe.model_validate(document)) == expected
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, StoppedBySignal), (signal.SIGINT, KeyboardInterrupt)])
+def test_signal_at_the_last_step_is_not_followed_by_evaluations(
+    run: RunDir, scored_by: Callable[[str], None], number: int, error: type[BaseException]
+) -> None:
+    scored_by(WAITS)
+    save(run, 10)
+    evaluations = Evaluating(run, recipe(run), Observer())
+    with pytest.raises(error), evaluations.following():
+        evaluations.finish(number)
+    scored_by(PRINTS.format(line=SCORES))
+    evaluations = Evaluating(run, recipe(run), Observer())
+    with evaluations.following():
+        evaluations.finish()
+        evaluations.finish(number)  # nothing is left, so the run is merged
+    assert events(run) == [("checkpoint_evaluated", 10)]
