@@ -79,7 +79,7 @@ def test_evaluation_that_was_killed_is_done_once_after_a_resume(tmp_path: Path, 
         time.sleep(0.05)
     family = psutil.Process(command.pid).children(recursive=True)
     os.kill(command.pid, number)
-    assert command.wait(timeout=120) == (143 if number == signal.SIGTERM else -number)
+    assert command.wait(timeout=240) == (143 if number == signal.SIGTERM else -number)
     assert command.stderr is not None
     command.stderr.close()
     assert psutil.wait_procs(family, timeout=60)[1] == []
