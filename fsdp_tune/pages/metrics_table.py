@@ -184,9 +184,8 @@ class MetricsTable:
 
     def curve(self, name: str) -> Curve:
         """Return the curve of one of `names`."""
-        if "/" in name:
-            return self.score_curves().get(name, Curve((), ()))
-        return (self.evals if name.startswith("eval_") else self.losses).curve(name)
+        lines = self.evals if name.startswith("eval_") else self.losses
+        return lines.curve(name) if name in lines.names else self.score_curves().get(name, Curve((), ()))
 
     def score_curves(self) -> dict[str, Curve]:
         """Return the scores of evaluated checkpoints by name; the last evaluation of a step counts."""
