@@ -92,8 +92,8 @@ def notices_of_evaluation(recipe: Recipe, model: ModelFacts) -> list[Notice]:
     folder = scratch_of(RunDir(Path(recipe.output_dir)), recipe.evaluation)
     disk = next(each for each in folder.absolute().parents if each.is_dir())
     free_bytes = shutil.disk_usage(disk).free
-    message = f"an evaluation needs {format_bytes(model_bytes)} and its activations on {where}, and {format_bytes(model_bytes)} in {disk}"
-    message += f" ({format_bytes(free_bytes)} are free)"
+    size, free = format_bytes(model_bytes), format_bytes(free_bytes)
+    message = f"an evaluation needs {size} and its activations on {where}, and {size} in {disk} ({free} are free)"
     hint = "`evaluation.scratch_dir` names another disk" if free_bytes < 2 * model_bytes else None
     return [Notice("evaluation-needs", message, Where(key="evaluation"), hint)]
 
