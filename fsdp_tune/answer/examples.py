@@ -260,28 +260,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class TasksRequest:
-    """The document on stdin of `fsdp_tune.answer.tasks`."""
-
-    weights: str
-    adapter: str | None
-    tasks: list[str]
-    """Of lm_eval."""
-    rows: int | None
-    """Of each task, from its beginning; None: all."""
-    batch_size: int
-    device: str
-    trust_remote_code: bool
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        return cls(**json.loads(text))
-
-
-@dataclass(frozen=True, slots=True)
 class RowScore:
     """What the metric of an evaluation makes of a row: total and count, or of a generated answer its ids, which are not compared yet."""
 
@@ -452,13 +430,6 @@ def wilson(matches: int, rows: int) -> Estimate:
     middle = (share + Z**2 / (2 * rows)) / (1 + Z**2 / rows)
     half = Z / (1 + Z**2 / rows) * math.sqrt(share * (1 - share) / rows + Z**2 / (4 * rows**2))
     return Estimate(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
-
-
-def normal_interval(value: float, standard_error: object) -> tuple[float | None, float | None]:
-    """Return the interval of a mean with a known standard error; twice None if it is not a number."""
-    if isinstance(standard_error, bool) or not isinstance(standard_error, int | float) or not math.isfinite(standard_error):
-        return None, None
-    return value - Z * standard_error, value + Z * standard_error
 
 
 def bootstrap(scores: Scores) -> Estimate:

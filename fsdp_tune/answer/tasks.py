@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from fsdp_tune.answer.examples import TasksRequest, normal_interval
+from fsdp_tune.answer.tasks_request import TasksRequest, normal_interval
 from fsdp_tune.run.event_parts import CheckpointScore
 
 

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.answer.examples import TasksRequest, find_model
+from fsdp_tune.answer.examples import find_model
+from fsdp_tune.answer.tasks_request import TasksRequest
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild
@@ -23,7 +24,7 @@ from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.results import merge_checkpoint
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.merge_options import MergeOptions
-from fsdp_tune.recipe.schema.evaluation import Evaluation, EvaluationSet
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation, EvaluationSet
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.event_parts import CheckpointScore
@@ -36,7 +37,7 @@ _NICENESS = 10
 """Ranks on the CPU keep their priority."""
 
 
-def scratch_of(run: RunDir, evaluation: Evaluation) -> Path:
+def scratch_of(run: RunDir, evaluation: CheckpointEvaluation) -> Path:
     """Return the folder of this run's models while they are evaluated."""
     return (
         run.path / SCRATCH

@@ -24,7 +24,7 @@ from fsdp_tune.planner.predict.calibration import Measured
 from fsdp_tune.planner.predict.predict import MeasuredPlan, Plan
 from fsdp_tune.planner.search.candidates import PlannedRecipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
-from fsdp_tune.recipe.schema.evaluation import Evaluation
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.metrics_file import read_metrics
 
@@ -210,7 +210,7 @@ class _Measuring:
                 "output_dir": str(trial.folder),
                 "training": recipe.training.model_copy(update=_TRAINING | {"max_steps": self.steps + UNCOUNTED_STEPS}),
                 "checkpoint": recipe.checkpoint.model_copy(update={"probe": False, "mirror": None}),
-                "evaluation": Evaluation(),
+                "evaluation": CheckpointEvaluation(),
                 "merge": recipe.merge.model_copy(update={"at_end": False}),
                 "launch": recipe.launch.model_copy(update=launch),
             }

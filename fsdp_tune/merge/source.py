@@ -391,12 +391,9 @@ def _best_by_score(run: RunDir, recipe: Recipe, complete: list[Checkpoint]) -> t
     """Return the best checkpoint by a score of `evaluation:`. Raises: FailedError if no complete checkpoint has it."""
     name = training_value(recipe.training, "metric_for_best_model")
     if (best := best_by_score(run, recipe, complete)) is None:
-        raise failed_error(
-            "merge-no-best",
-            f"no complete checkpoint has the score `{name}`, so none is the best",
-            where=Where(str(run.metrics_jsonl)),
-            hint="choose one with `--step N`; its events `checkpoint_evaluation_failed` have the reasons",
-        )
+        message = f"no complete checkpoint has the score `{name}`, so none is the best"
+        hint = "choose one with `--step N`; its events `checkpoint_evaluation_failed` have the reasons"
+        raise failed_error("merge-no-best", message, where=Where(str(run.metrics_jsonl)), hint=hint)
     kind = "highest" if training_value(recipe.training, "greater_is_better") else "lowest"
     return best.checkpoint, f"the {kind} {name} ({best.value:.6g}) among {len(complete)} complete checkpoints"
 

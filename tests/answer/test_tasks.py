@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.answer.examples import TasksRequest
 from fsdp_tune.answer.tasks import run
+from fsdp_tune.answer.tasks_request import TasksRequest
 
 RESULTS: dict[str, Any] = {
     "results": {

@@ -40,7 +40,7 @@ class EvaluationSet(DataSource):
         return self.label or self.stem
 
 
-class Evaluation(Section):
+class CheckpointEvaluation(Section):
     default_effect = Effect(NOTHING, FREE)
 
     sets: Annotated[list[EvaluationSet], Effect(RESULT, FREE)] = []

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, cast
 from pydantic import ConfigDict
 
 from fsdp_tune.core.topology import DIMENSIONS, Topology
-from fsdp_tune.recipe.schema.evaluation import Evaluation, EvaluationSet
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.kinds import (
     DATA,
     FREE,
@@ -70,8 +70,6 @@ __all__ = [
     "EarlyStopping",
     "EvalFraction",
     "EvalRows",
-    "Evaluation",
-    "EvaluationSet",
     "Extensions",
     "Fsdp",
     "Kernels",
@@ -267,7 +265,7 @@ class Recipe(Section):
     """Hold the frozen weights under `lora:` in 4 bits (QLoRA): `{}` for the defaults; null = as they are stored."""
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()
-    evaluation: Evaluation = Evaluation()
+    evaluation: CheckpointEvaluation = CheckpointEvaluation()
     launch: Launch = Launch()
     extensions: Extensions = Extensions()
     merge: Merge = Merge()

@@ -76,9 +76,6 @@ class _SilentArguments(TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         return {}
 
-    def to_sanitized_dict(self) -> dict[str, Any]:
-        return {}
-
 
 def send_rest(run: RunDir, recipe: Recipe) -> None:
     """Send the scores that the ranks have not sent."""
