@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -217,23 +217,31 @@ def run_of_model(model: ModelToEvaluate) -> RunDir | None:
     return run_of(path.parent) if path.name in OF_A_RUN else None
 
 
+@dataclass(frozen=True, slots=True)
+class SetRequest:
+    """A prepared set, and how its rows are scored."""
+
+    path: str
+    measure: Measure
+    max_rows: int | None = None
+    max_new_tokens: int = 0
+    end_ids: list[int] = field(default_factory=list[int])
+    """That end an answer, in addition to those of the model."""
+
+
 @dataclass(slots=True)
 class Request:
     """The document on stdin of `fsdp_tune.answer.score`."""
 
     models: list[ModelToEvaluate]
-    sets: dict[str, str]
-    """Directory of each prepared set by its label."""
-    measure: Measure
+    sets: dict[str, SetRequest]
+    """By label."""
     vocabulary_size: int
     pad_id: int
     batch_size: int
     device: str
     dtype: str
     """auto (as stored) | fp32 | bf16 | fp16."""
-    max_rows: int | None = None
-    max_new_tokens: int = 0
-    end_ids: list[int] | None = None
     metric: dict[str, str] | None = None
     """The extension that `measure: extension` calls."""
     trust_remote_code: bool = False
@@ -247,7 +255,8 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Self:
         raw = json.loads(text)
-        return cls(**raw | {"models": [ModelToEvaluate(**each) for each in raw["models"]]})
+        sets = {label: SetRequest(**each) for label, each in raw["sets"].items()}
+        return cls(**raw | {"models": [ModelToEvaluate(**each) for each in raw["models"]], "sets": sets})
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ class Answering:
         emit({"phase": "loading the tokenizer"})
         encoder = load_encoder(recipe := Recipe.model_validate(request.recipe))
         prompts = PromptFormat(recipe, encoder, None if request.data is None else DataReport.model_validate(request.data))
-        loading = Request([], {}, "generate", encoder.vocabulary_size, encoder.pad_id, 1, request.device, request.dtype)
+        loading = Request([], {}, encoder.vocabulary_size, encoder.pad_id, 1, request.device, request.dtype)
         loading.trust_remote_code = request.trust_remote_code
         found: list[Answerer] = []
         for model in request.models:

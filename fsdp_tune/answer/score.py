@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from fsdp_tune.answer.examples import EvaluatedExample, Request, RowScore, read_examples
+from fsdp_tune.answer.examples import EvaluatedExample, Request, RowScore, SetRequest, read_examples
 from fsdp_tune.answer.loaded_model import load_model
 from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.collate import collate
@@ -30,12 +30,13 @@ from fsdp_tune.recipe.references import Extension
 @dataclass(frozen=True, slots=True)
 class Scorer:
     request: Request
+    wanted: SetRequest
     model: PreTrainedModel
 
     def batches(self, examples: Sequence[EvaluatedExample]) -> Iterator[list[RowScore]]:
         """Yield the scores of a batch of rows of similar length at a time; the batches are the same for any number of processes."""
-        score = {"generate": self._generate, "loss": self._loss, "extension": self._extension}[self.request.measure]
-        if self.request.measure == "generate":
+        score = {"generate": self._generate, "loss": self._loss, "extension": self._extension}[self.wanted.measure]
+        if self.wanted.measure == "generate":
             self._refuse_beyond_positions(examples)
         order = sorted(range(len(examples)), key=lambda index: -len(examples[index].row.input_ids))
         size = self.request.batch_size
@@ -46,9 +47,9 @@ class Scorer:
     def _generate(self, chosen: Sequence[int], examples: Sequence[EvaluatedExample]) -> list[RowScore]:
         request = self.request
         prompts = [example.row.input_ids[: example.answer[0]].tolist() for example in examples]
-        ends = {*(request.end_ids or ()), *end_ids_of(self.model)}
+        ends, most = {*self.wanted.end_ids, *end_ids_of(self.model)}, self.wanted.max_new_tokens
         device = torch.device(request.device)
-        new = generate(self.model, prompts, max_new_tokens=request.max_new_tokens, end_ids=ends, pad_id=request.pad_id, device=device)
+        new = generate(self.model, prompts, max_new_tokens=most, end_ids=ends, pad_id=request.pad_id, device=device)
         return [
             RowScore(index, ids=[token for token in tokens if token not in ends], is_cut=not ends.intersection(tokens))
             for index, tokens in zip(chosen, new, strict=True)
@@ -96,7 +97,7 @@ class Scorer:
 
     def _refuse_beyond_positions(self, examples: Sequence[EvaluatedExample]) -> None:
         longest = max(examples, key=lambda example: example.answer[0])
-        if room(self.model, longest.answer[0], self.request.max_new_tokens) < 1:
+        if room(self.model, longest.answer[0], self.wanted.max_new_tokens) < 1:
             message = f"a prompt of {longest.answer[0]:,} tokens fills all positions of the model"
             raise usage_error("beyond-positions", message, where=longest.where, hint="lower `data.max_length`")
 
@@ -104,12 +105,11 @@ class Scorer:
 def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
     for number, each in enumerate(request.models):
         model = load_model(each, request)
-        scorer = Scorer(request, model)
         with torch.inference_mode():
-            for label, path in request.sets.items():
-                for rows in scorer.batches(read_examples(path, most=request.max_rows)):
+            for label, wanted in request.sets.items():
+                for rows in Scorer(request, wanted, model).batches(read_examples(wanted.path, most=wanted.max_rows)):
                     emit({"model": number, "set": label, "rows": [asdict(row) for row in rows]})
-        del model, scorer
+        del model
         if request.device.startswith("cuda"):
             torch.cuda.empty_cache()
 

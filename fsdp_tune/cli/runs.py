@@ -200,6 +200,8 @@ def _show_progress(screen: Screen, facts: RunStatus) -> None:
         best = f", best {found.best:.4f} at step {found.best_step:,}" if found.best is not None else ""
         drawn = _drawn(screen, found.recent)
         screen.message(f"evaluation loss {_evaluated(found.last)} at step {found.step:,}{best}{f': {drawn}' if drawn else ''}")
+    for line in facts.evaluation_lines:
+        screen.message(line)
 
 
 def _show_files(screen: Screen, facts: RunStatus) -> None:

@@ -124,7 +124,8 @@ def rounds_otherwise(name: str) -> bool:
 def changes_numbers(path: Path, *, chooses_by_evaluation: bool = True) -> bool:
     """Return whether a key changes rows, numbers or the delivered model. `chooses_by_evaluation`: of one of the sides."""
     name = _INDEX.sub("", dotted(path))
-    if (name in CHOOSING and not chooses_by_evaluation) or (path[:2] == _ENVIRONMENT and str(path[-1]).startswith(TRANSPORT)):
+    is_choosing = name in CHOOSING or path[0] == "evaluation"
+    if (is_choosing and not chooses_by_evaluation) or (path[:2] == _ENVIRONMENT and str(path[-1]).startswith(TRANSPORT)):
         return False
     return bool(affects_of(path) & (Affects.DATA | Affects.NUMBERS | Affects.RESULT))
 

@@ -320,7 +320,7 @@ def _refuse_unmeasured(recipe: Recipe, prepared: Prepared) -> None:
     """Refuse a best model by a source of which no row is held out: small sources may have none. Raises: usage error."""
     metric = training_value(recipe.training, "metric_for_best_model")
     measured = measured_metrics(recipe, prepared.evals)
-    if metric is not None and metric.removeprefix("eval_") not in measured:
+    if metric is not None and not recipe.best_by_score and metric.removeprefix("eval_") not in measured:
         message = f"`training.metric_for_best_model: {metric}` is not measured: no row of that source is held out"
         raise usage_error("metric-not-measured", message, hint=f"measured are {', '.join(measured)}; or raise `data.eval.fraction`")
 

@@ -25,6 +25,7 @@ from fsdp_tune.answer.examples import (
     Request,
     RowScore,
     Scores,
+    SetRequest,
     bootstrap,
     find_model,
     mcnemar,
@@ -109,34 +110,13 @@ def evaluate(
     """
     with session(recipe):
         started = time.monotonic()
-        device = device_of(options.device)
+        device_of(options.device)
         if options.out is not None:
             check_output_file(options.out, replaces=True)
         models = [find_model(str(name)) for name in (model, options.base) if name is not None]
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)
-        check_cache(settings)
-        encoder = load_encoder(settings)
-        _check_models(models, encoder, options, observer)
-        reader = AnswerReader(encoder, options.answer)
-        sets = _prepare(settings, options, encoder, observer)
-        request = Request(
-            models=models,
-            sets=sets,
-            measure="generate" if options.metric == EXACT_MATCH else "loss" if metric is None else "extension",
-            vocabulary_size=encoder.vocabulary_size,
-            pad_id=encoder.pad_id,
-            batch_size=options.batch_size,
-            device=device,
-            dtype=options.dtype,
-            max_rows=options.max_rows,
-            max_new_tokens=options.max_new_tokens,
-            metric=None if metric is None else metric.as_dict(),
-            trust_remote_code=options.allowed.remote_code,
-            parts=processes_of(options, device),
-        )
-        scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
-        _run(request, scored, observer)
+        scored, request = _score(models, settings, options, metric, observer)
         observer.notices([notice for each in scored.values() for notice in (*each.few_rows, *each.cut_answers(models))])
         if options.out is not None:
             lines = [line for each in scored.values() for line in each.lines([model.name for model in models])]
@@ -155,6 +135,62 @@ def evaluate(
             processes=request.parts,
             card=_put_on_card(models[0], options, settings, results, observer),
         )
+
+
+def evaluate_checkpoint(run: RunDir, model: Path, sets: Mapping[str, EvaluateOptions]) -> dict[str, SetResult]:
+    """Evaluate the model of a checkpoint, a Hugging Face directory or an adapter, on the rows that each `data` names, read as by its run.
+
+    The model is loaded once for all sets, which have the same `device` and `batch_size`. Raises: FsdpTuneError.
+    """
+    recipe, models, observer = recipe_of_run(run), [find_model(str(model))], Observer()
+    encoder, options = load_encoder(recipe), next(iter(sets.values()))
+    _check_models(models, encoder, options, observer)
+    scored = {label: prepare_set(recipe, each, label, encoder, observer) for label, each in sets.items()}
+    _run(_request(models, scored, options, encoder, None), scored, observer)
+    return {label: each.result() for label, each in scored.items()}
+
+
+def prepare_set(recipe: Recipe, options: EvaluateOptions, label: str, encoder: TokenizerEncoder, observer: Observer) -> _ScoredSet:
+    """Prepare the rows of `options.data` as in a run of the recipe. Raises: usage error for rows that cannot be scored."""
+    (path,) = _prepare(recipe_of_set(recipe, options), options, encoder, observer).values()
+    return _ScoredSet(label, path, options, AnswerReader(encoder, options.answer))
+
+
+def _score(
+    models: Sequence[ModelToEvaluate], settings: Recipe, options: EvaluateOptions, metric: Extension | None, observer: Observer
+) -> tuple[dict[str, _ScoredSet], Request]:
+    """Run the models on the rows of the settings. Returns the scores of each set, and how they were computed. Raises: FsdpTuneError."""
+    check_cache(settings)
+    encoder = load_encoder(settings)
+    _check_models(models, encoder, options, observer)
+    reader = AnswerReader(encoder, options.answer)
+    sets = _prepare(settings, options, encoder, observer)
+    scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
+    request = _request(models, scored, options, encoder, metric)
+    _run(request, scored, observer)
+    return scored, request
+
+
+def _request(
+    models: Sequence[ModelToEvaluate],
+    scored: Mapping[str, _ScoredSet],
+    options: EvaluateOptions,
+    encoder: TokenizerEncoder,
+    metric: Extension | None,
+) -> Request:
+    device = device_of(options.device)
+    return Request(
+        models=list(models),
+        sets={label: each.request for label, each in scored.items()},
+        vocabulary_size=encoder.vocabulary_size,
+        pad_id=encoder.pad_id,
+        batch_size=options.batch_size,
+        device=device,
+        dtype=options.dtype,
+        metric=None if metric is None else metric.as_dict(),
+        trust_remote_code=options.allowed.remote_code,
+        parts=processes_of(options, device),
+    )
 
 
 def _put_on_card(
@@ -267,7 +303,7 @@ def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedReci
         recipe = recipe_of_run(run)
     else:
         recipe = recipe_of_model(model, options.allowed)
-    recipe = _with_data(recipe, options)
+    recipe = recipe_of_set(recipe, options)
     refuse_code(recipe, options.allowed, starts_ranks=False)
     return recipe
 
@@ -287,7 +323,7 @@ def recipe_of_model(model: ModelToEvaluate, allowed: Allowed) -> Recipe:
     return Recipe.model_validate({"model": raw})
 
 
-def _with_data(recipe: Recipe, options: EvaluateOptions) -> Recipe:
+def recipe_of_set(recipe: Recipe, options: EvaluateOptions) -> Recipe:
     """Return the recipe with `options.data` as its only source, read like the first training source unless `options.source` differs."""
     raw = recipe.model_dump(by_alias=True)
     data = raw["data"]
@@ -329,7 +365,7 @@ class _ScoredSet:
 
     def __init__(self, label: str, path: str, options: EvaluateOptions, reader: AnswerReader) -> None:
         """Raises: usage error for rows that cannot be evaluated by the metric."""
-        self.label, self._options, self._reader = label, options, reader
+        self.label, self._path, self._options, self._reader = label, path, options, reader
         self.examples = read_examples(path, most=options.max_rows)
         self._is_match = options.metric == EXACT_MATCH
         self._used = [index for index, example in enumerate(self.examples) if not (self._is_match and example.is_cut)]
@@ -361,8 +397,12 @@ class _ScoredSet:
         ]
 
     @property
-    def end_ids(self) -> set[int]:
-        return self._reader.end_ids([self.examples[index] for index in self._used])
+    def request(self) -> SetRequest:
+        options = self._options
+        if not self._is_match:
+            return SetRequest(self._path, "loss" if options.metric == PERPLEXITY else "extension", options.max_rows)
+        ends = sorted(self._reader.end_ids([self.examples[index] for index in self._used]))
+        return SetRequest(self._path, "generate", options.max_rows, options.max_new_tokens, ends)
 
     def add(self, model: int, rows: Sequence[RowScore]) -> None:
         while len(self._found) <= model:
@@ -425,7 +465,6 @@ def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer)
     most = max(-(-len(each.examples) // request.batch_size) for each in scored.values())
     request.parts = min(request.parts, most)  # a process without a batch would load the models for nothing
     added = threading.Lock()
-    request.end_ids = sorted({token for each in scored.values() for token in each.end_ids})
     with observer.progress("evaluating", total, "rows") as bar, threads(request.parts) as pool:
         parts = [pool.submit(_run_part, request, part, scored, bar, added) for part in range(request.parts)]
         for done in as_completed(parts):

@@ -24,6 +24,7 @@ from fsdp_tune.planner.predict.calibration import Measured
 from fsdp_tune.planner.predict.predict import MeasuredPlan, Plan
 from fsdp_tune.planner.search.candidates import PlannedRecipe
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.metrics_file import read_metrics
 
@@ -37,6 +38,7 @@ _TRAINING: dict[str, Any] = {
     "eval_on_start": False,
     "save_strategy": "no",
     "load_best_model_at_end": False,
+    "metric_for_best_model": None,
     "early_stopping": None,
     "sample": None,
     "logging_steps": 1,
@@ -208,6 +210,7 @@ class _Measuring:
                 "output_dir": str(trial.folder),
                 "training": recipe.training.model_copy(update=_TRAINING | {"max_steps": self.steps + UNCOUNTED_STEPS}),
                 "checkpoint": recipe.checkpoint.model_copy(update={"probe": False, "mirror": None}),
+                "evaluation": CheckpointEvaluation(),
                 "merge": recipe.merge.model_copy(update={"at_end": False}),
                 "launch": recipe.launch.model_copy(update=launch),
             }

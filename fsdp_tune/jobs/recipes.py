@@ -107,7 +107,7 @@ def load_checked(
 def missing_sources(recipe: Recipe) -> list[Problem]:
     """Return the problems of data sources that can only be files of this machine; a hub is not asked."""
     found: list[Problem] = []
-    for key, entry in recipe.data.sources:
+    for key, entry in (*recipe.data.sources, *recipe.evaluation.sources):
         if entry.loader is None and can_only_be_a_path(entry.path) and not is_url(entry.path):
             try:
                 find_source(entry, key)

@@ -26,6 +26,7 @@ from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
+from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, notices_of_evaluation
 from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
@@ -222,18 +223,22 @@ class _Job:
         assert self.connected is not None, "`train` connects the machines first"
         if start.is_finished:
             self.connected.conclude(Verdict(ExitCode.OK, ExitReason.FINISHED, start.step))
-            if self.mirror is None:
+            if self.mirror is None and not self.recipe.evaluation.is_on:
                 return self.finished(start)
-            with locked(self.plan.run) as notices, self.sending(None):  # what an earlier command could not send
+            # What an earlier command could not send or evaluate.
+            with locked(self.plan.run) as notices, self.sending(None), self.evaluating() as evaluations:
                 self.observer.notices(notices)
-                return self.finished(start)
-        with self.written(start, starts_ranks=True) as job, self.sending(start.step):
+                return self.finished(start, evaluations)
+        with self.written(start, starts_ranks=True) as job, self.sending(start.step), job.evaluating() as evaluations:
             ended = job.run_ranks()
             self.connected.close()  # the others need not wait for the merge
-            return job.conclude(ended)
+            return job.conclude(ended, evaluations)
 
     def sending(self, start_step: int | None) -> AbstractContextManager[None]:
         return self.mirror.sending(start_step) if self.mirror is not None else nullcontext()
+
+    def evaluating(self) -> AbstractContextManager[Evaluating | None]:
+        return evaluating(self.plan.run, self.recipe, self.observer)
 
     def decide_start(self) -> Start:
         run, options = self.plan.run, self.options
@@ -336,6 +341,7 @@ class _Job:
                 with observer.progress("tokenising", None, "rows") as bar:
                     progress = CountedBar(bar, self.advance)
                     data = prepare_data(recipe, encoder, progress=progress, verify=self.options.verify_data, run=self.plan.run.path)
+                check_evaluation(recipe, encoder, observer)
             except FsdpTuneError as error:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
                     raise
@@ -351,7 +357,7 @@ class _Job:
         packaged = [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if is_packaged else []
         if model.model is None or model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
-        observer.notices(check_vocabulary(model.model, recipe, data.vocabulary_size))
+        observer.notices([*check_vocabulary(model.model, recipe, data.vocabulary_size), *notices_of_evaluation(recipe, model.model)])
         if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
             refuse_changed_files(before.stamps, data.stamps)
         overwrite = self.options.overwrite
@@ -419,8 +425,8 @@ class _Job:
                     observer.metrics(event.line)
         raise AssertionError("the supervisor ends with a verdict")
 
-    def conclude(self, ended: Verdict) -> TrainResult:
-        """Merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the next commands."""
+    def conclude(self, ended: Verdict, evaluations: Evaluating | None = None) -> TrainResult:
+        """Evaluate and merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the next commands."""
         run = self.plan.run
         outcome = ended.first_outcome.facts if ended.first_outcome else {}
         checkpoint, _ = latest_checkpoint(run, elsewhere=None)
@@ -429,6 +435,8 @@ class _Job:
             self.observer.run_ended(result)
             ways_out = (*ended.problem.ways_out, *commands_to_resume(run, checkpoint))
             raise FsdpTuneError(replace(ended.problem, ways_out=ways_out), exit_code=ended.exit_code)
+        if ended.reason is ExitReason.FINISHED and evaluations is not None:
+            evaluations.finish(ended.signal)
         if ended.reason is ExitReason.FINISHED and self.recipe.merge.at_end:
             self.observer.run_ended(replace(result, exit_reason=ExitReason.FAILED))
             result = replace(result, merged=self.merge())
@@ -446,14 +454,14 @@ class _Job:
         run, alone = self.plan.run, self.recipe.lora is not None and self.recipe.merge.adapter == "adapter"
         return push(run.path, adapter=alone, observer=self.observer).url
 
-    def finished(self, start: Start) -> TrainResult:
-        """Return the result of a run that has finished, after the merge if a crash prevented it."""
+    def finished(self, start: Start, evaluations: Evaluating | None = None) -> TrainResult:
+        """Return the result of a run that has finished, after the evaluations and the merge if a crash prevented them."""
+        if evaluations is not None:
+            evaluations.finish()
         run = self.plan.run
         outcome = read_outcome(run, 0)
         assert outcome is not None, "the outcome of the first rank is what makes a run finished"
-        merged = run.merged if run.merged.is_dir() else None
-        if merged is None and self.recipe.merge.at_end:
-            merged = self.merge()
+        merged = run.merged if run.merged.is_dir() else self.merge() if self.recipe.merge.at_end else None
         return TrainResult(run, self.recipe, ExitReason.FINISHED, outcome.step, outcome.facts, start.checkpoint, merged, had_finished=True)
 
     def follow(self) -> TrainResult:

@@ -21,6 +21,7 @@ from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.report import DecodedExample
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.answers import CheckAnswer, RehearseAnswer
+from fsdp_tune.jobs.evaluating import check_evaluation, notices_of_evaluation
 from fsdp_tune.jobs.first_rows import FIRST_ROWS, CheckedSource
 from fsdp_tune.jobs.inspection import Inspection, inspect, inspect_remaining
 from fsdp_tune.jobs.observer import Observer, session
@@ -119,6 +120,7 @@ def prepare(
         is_assumed = any(notice.code == "assumed-devices" for notice in resolution.notices)
         with observer.progress("tokenising", None, "rows") as bar:
             data = prepare_data(resolution.recipe, encoder, progress=bar, check_rows=not is_assumed, verify=verify_data)
+        check_evaluation(resolution.recipe, encoder, observer)
         observer.notices(data.as_notices())
         return Preparation(
             data,
@@ -206,6 +208,8 @@ def validate(
             raise _invalid(unresolved, recipe, offline=offline, observer=observer) from error
         found = _inspect(resolution.recipe, recipe, resolution.notices, offline=offline)
         _compare_vocabulary(resolution.recipe, found)
+        if found.model is not None:
+            found.notices.extend(notices_of_evaluation(resolution.recipe, found.model))
         resolution = _decide(resolution, found, offline=offline)
         notices = [*recipe.notices, *resolution.notices, *found.notices]
         observer.notices([notice for notice in notices if not (strict and notice.strict)])

@@ -17,9 +17,10 @@ from fsdp_tune.core.ownership import Owner, is_rank_of, live_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import commands_of_finished, commands_to_resume, read_resolved
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.checkpoint_scores import checkpoint_events
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
-from fsdp_tune.run.event_parts import SpikeRow
-from fsdp_tune.run.events import SpikeEvent, TrainStarted, number, read_event
+from fsdp_tune.run.event_parts import CheckpointScore, SpikeRow
+from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed, SpikeEvent, TrainStarted, number, read_event
 from fsdp_tune.run.job_files import JobStart, read_attempts
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.metrics_file import json_objects, metrics_with
@@ -116,6 +117,14 @@ class EvaluationLosses(JsonAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluatedCheckpoint(JsonAnswer):
+    """Scores of the model of a checkpoint by name, as `evaluation:` has computed them."""
+
+    step: int
+    scores: dict[str, CheckpointScore]
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus(JsonAnswer):
     """The status of a run, and the document of `status RUN --json`."""
 
@@ -144,6 +153,10 @@ class RunStatus(JsonAnswer):
     """The last ones that were logged, oldest first; null: NaN or infinite."""
     evaluation: EvaluationLosses | None
     """Losses of `data.eval`; null before the first evaluation."""
+    evaluated_checkpoints: list[EvaluatedCheckpoint]
+    """The last ones, oldest first."""
+    evaluation_problem: str | None
+    """Why the last evaluation of a checkpoint failed; null: it did not fail."""
     tokens_per_second_per_device: float | None
     peak_reserved_gib: float | None
     """GPU memory of rank 0."""
@@ -160,6 +173,15 @@ class RunStatus(JsonAnswer):
     """By a cluster's engine (`submit`), oldest first."""
     first_machine: str | None = None
     """`HOST:DIRECTORY` of the first machine, whose run directory has the metrics and events; None if this is that directory."""
+
+    @property
+    def evaluation_lines(self) -> list[str]:
+        """The scores of the last evaluated checkpoint, and why no later one has any."""
+        last = self.evaluated_checkpoints[-1:]
+        lines = [
+            f"scores of checkpoint-{each.step}: {', '.join(f'{name} {score}' for name, score in each.scores.items())}" for each in last
+        ]
+        return [*lines, *([self.evaluation_problem] if self.evaluation_problem is not None else [])]
 
     @property
     def is_active(self) -> bool:
@@ -198,6 +220,7 @@ def run_status(run: RunDir) -> RunStatus:
     logged = _training_lines(lines)
     losses = [number(line["loss"]) for line in logged]
     state = _state(owner, ranks, verdict)
+    evaluated = checkpoint_events(run)[-RECENT_LINES:]
     total_steps = _total_steps(run.metrics_jsonl, lines)
     left, at = _time_left(lines, total_steps), max(rank.step for rank in ranks)
     return RunStatus(
@@ -219,6 +242,8 @@ def run_status(run: RunDir) -> RunStatus:
         ends_at=left.ends_at(at) if state == RUNNING else None,
         recent_losses=losses,
         evaluation=_evaluation(run.metrics_jsonl),
+        evaluated_checkpoints=[EvaluatedCheckpoint(each.step, each.scores) for each in evaluated if isinstance(each, CheckpointEvaluated)],
+        evaluation_problem=_failed(evaluated[-1]) if evaluated else None,
         tokens_per_second_per_device=number(logged[-1].get("tokens_per_second_per_device")) if logged else None,
         peak_reserved_gib=_highest(logged, "peak_reserved_gib"),
         planned_reserved_gib=_planned(run),
@@ -229,6 +254,11 @@ def run_status(run: RunDir) -> RunStatus:
         starts=read_attempts(run.path),
         first_machine=_first_machine(run),
     )
+
+
+def _failed(event: CheckpointEvaluated | CheckpointEvaluationFailed) -> str | None:
+    is_failure = isinstance(event, CheckpointEvaluationFailed)
+    return f"checkpoint-{event.step} was not evaluated: {event.message}" if is_failure else None
 
 
 def _first_machine(run: RunDir) -> str | None:

@@ -20,7 +20,9 @@ from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.recipe.schema.recipe import Merge, Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
+from fsdp_tune.run.checkpoint_scores import best_by_score
 from fsdp_tune.run.directory import (
     SHARD_FOLDER,
     Checkpoint,
@@ -364,6 +366,8 @@ def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkp
 def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
     """Return the trainer's best checkpoint (`metric_for_best_model`), else the best of it among the saved steps, or of `eval_loss`."""
     by_step = {checkpoint.step: checkpoint for checkpoint in complete}
+    if (recipe := _recipe(run)) is not None and recipe.best_by_score:
+        return _best_by_score(run, recipe, complete)
     best = best_so_far(complete[0].path)
     if best is not None and best.step in by_step:
         return by_step[best.step], f"the best by the trainer's metric ({best.metric}) among {len(complete)} complete checkpoints"
@@ -381,6 +385,17 @@ def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
     chosen = (max if is_greater else min)(values, key=lambda step: values[step])
     kind = "highest" if is_greater else "lowest"
     return by_step[chosen], f"the {kind} {name} ({values[chosen]:.6g}) among {len(complete)} complete checkpoints"
+
+
+def _best_by_score(run: RunDir, recipe: Recipe, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
+    """Return the best checkpoint by a score of `evaluation:`. Raises: FailedError if no complete checkpoint has it."""
+    name = training_value(recipe.training, "metric_for_best_model")
+    if (best := best_by_score(run, recipe, complete)) is None:
+        message = f"no complete checkpoint has the score `{name}`, so none is the best"
+        hint = "choose one with `--step N`; its events `checkpoint_evaluation_failed` have the reasons"
+        raise failed_error("merge-no-best", message, where=Where(str(run.metrics_jsonl)), hint=hint)
+    kind = "highest" if training_value(recipe.training, "greater_is_better") else "lowest"
+    return best.checkpoint, f"the {kind} {name} ({best.value:.6g}) among {len(complete)} complete checkpoints"
 
 
 def _best_metric(run: RunDir) -> tuple[str, bool]:

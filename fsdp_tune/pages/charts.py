@@ -51,6 +51,8 @@ class Kind:
 KINDS = (
     Kind("Learning", "Loss", LOSS_UNIT, ("loss",), marked=True, smooth=True),
     Kind("Learning", "Evaluation loss", LOSS_UNIT, ("eval_loss", r"eval_.+_loss"), marked=True),
+    Kind("Learning", "Exact match of checkpoints", "%", (r".+/exact_match",), percent=True),
+    Kind("Learning", "Loss of evaluated checkpoints", LOSS_UNIT, (r".+/loss",)),
     Kind("Learning", "Learning rate", "", ("learning_rate",)),
     Kind("Learning", "Gradient norm before clipping", "", ("grad_norm",), marked=True, smooth=True),
     Kind("Speed", "Throughput", "tokens a second and device", ("tokens_per_second_per_device",), smooth=True),
@@ -74,7 +76,7 @@ KINDS = (
 
 NOT_DRAWN = re.compile(
     r"step|epoch|time|tokens|supervised_tokens|last_step_seconds|checkpoint_stall_seconds|eval_seconds|eval_(.+_)?perplexity|expert_layer"
-    r"|slow_rank(_part|_share)?"
+    r"|slow_rank(_part|_share)?|.+/perplexity"
 )
 """Fields that are an axis, that follow from a drawn one, or that the text of the page has."""
 
@@ -188,7 +190,7 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
 
     Of a single run a chart has the fields of its kind. Of several each field has a chart, so that a curve is a run on the whole page.
     """
-    names = list(dict.fromkeys(name for run in runs for name in [*run.metrics.losses.names, *run.metrics.evals.names]))
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))
     curves = {(at, name): run.metrics.curve(name) for at, run in enumerate(runs) for name in names if not NOT_DRAWN.fullmatch(name)}
     used = [name for name in names if any(len(curves[at, name].finite()) for at in range(len(runs)) if (at, name) in curves)]
     drawn, kinds = set[str](), list[tuple[Kind, list[str]]]()
@@ -226,7 +228,7 @@ def _title(kind: Kind, name: str, names: Sequence[str]) -> str:
 
 
 def _part(name: str) -> str:
-    return PART_NAMES.get(name) or re.sub(r"^(?:source|eval)_(.+)_(?:loss|tokens|passes)$", r"\1", name)
+    return PART_NAMES.get(name) or re.sub(r"^(?:source|eval)_(.+)_(?:loss|tokens|passes)$|^(.+)/(?:loss|exact_match)$", r"\1\2", name)
 
 
 def _marks(run: RunRecord, index: int | None) -> list[Mark]:

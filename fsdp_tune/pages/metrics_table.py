@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdp_tune.run.events import AnyEvent, TrainStarted, number, read_event
+from fsdp_tune.run.events import AnyEvent, CheckpointEvaluated, TrainStarted, number, read_event
 
 Line = Mapping[str, Any]
 """One object of metrics.jsonl."""
@@ -177,9 +177,25 @@ class MetricsTable:
         """Take the next lines of the file."""
         sort_lines(lines, self.losses, self.evals, self.events)
 
+    @property
+    def names(self) -> list[str]:
+        """The fields of training lines and of evaluations, and the scores of checkpoints."""
+        return [*self.losses.names, *self.evals.names, *self.score_curves()]
+
     def curve(self, name: str) -> Curve:
-        """Return the curve of a field of training lines or of evaluations."""
-        return (self.evals if name.startswith("eval_") else self.losses).curve(name)
+        """Return the curve of one of `names`."""
+        lines = self.evals if name.startswith("eval_") else self.losses
+        return lines.curve(name) if name in lines.names else self.score_curves().get(name, Curve((), ()))
+
+    def score_curves(self) -> dict[str, Curve]:
+        """Return the scores of evaluated checkpoints by name; the last evaluation of a step counts."""
+        found: dict[str, dict[int, float]] = {}
+        for event in self.events:
+            if isinstance(event, CheckpointEvaluated):
+                for name, score in event.scores.items():
+                    found.setdefault(name, {})[event.step] = score.value
+        ordered = {name: sorted(values.items()) for name, values in found.items()}
+        return {name: Curve(tuple(step for step, _ in each), tuple(value for _, value in each)) for name, each in ordered.items()}
 
     def seconds_in_steps(self) -> float:
         """Return the seconds of all steps: evaluations and saves excluded."""

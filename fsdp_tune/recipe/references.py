@@ -70,13 +70,14 @@ def _path_problems(recipe: Recipe, path: Path, cwd: Path) -> list[tuple[str, str
 
 def _local_directories(recipe: Recipe, cwd: Path) -> list[Path]:
     """Return the local directories of training and evaluation data, except the working directory."""
-    named = [source.path for _, source in recipe.data.sources]
+    named = [source.path for _, source in (*recipe.data.sources, *recipe.evaluation.sources)]
     return [path.resolve() for path in (Path(cwd, name) for name in named) if path.is_dir() and path.resolve() != cwd.resolve()]
 
 
 def _local_inputs(recipe: Recipe, cwd: Path) -> list[Path]:
     """Return the local files and directories that the recipe reads: data, model and tokenizer."""
-    named = [*(source.path for _, source in recipe.data.sources), recipe.model.name_or_path, recipe.model.tokenizer]
+    sources = (*recipe.data.sources, *recipe.evaluation.sources)
+    named = [*(source.path for _, source in sources), recipe.model.name_or_path, recipe.model.tokenizer]
     paths = (Path(cwd, Path(name).expanduser()) for name in named if name is not None)
     return [path.resolve() for path in paths if path.exists()]
 
@@ -97,10 +98,13 @@ def absolute_paths(data: dict[str, Any], cwd: Path, resumed: Path | None = None)
     rows = data["data"]
     rows["cache_dir"] = str(work.absolute(rows["cache_dir"]))
     rows["chat_template"] = work.local(rows["chat_template"], "data.chat_template", must_exist=True)
-    for group in ("train", "eval"):
-        sources = cast(list[dict[str, Any]], rows[group]) if isinstance(rows[group], list) else []
-        for index, source in enumerate(sources):
-            work.source(source, f"data.{group}[{index}]")
+    evaluation = data["evaluation"]
+    if evaluation["scratch_dir"] is not None:
+        evaluation["scratch_dir"] = str(work.absolute(evaluation["scratch_dir"]))
+    groups = {"data.train": rows["train"], "data.eval": rows["eval"], "evaluation.sets": evaluation["sets"]}
+    for key, group in groups.items():
+        for index, source in enumerate(cast(list[dict[str, Any]], group) if isinstance(group, list) else []):
+            work.source(source, f"{key}[{index}]")
     return work.reasons, work.findings
 
 

@@ -78,6 +78,9 @@ def scale_down_recipe(
     _training(small, recipe, ranks, sharing, steps)
     _sharding(small, recipe, device)
     _merge(small)
+    if recipe.evaluation.is_on:
+        document["evaluation"] = {}
+        small.changes.append("evaluation: none; NOT rehearsed")
     document["launch"] |= {
         "num_machines": 1,
         "num_processes": ranks,
@@ -284,6 +287,7 @@ def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, sharing: int, ste
         "eval_strategy": "no" if small.document["data"].get("eval") is None else "steps",
         "eval_steps": steps // 2,
         "load_best_model_at_end": False,
+        "metric_for_best_model": None,
         "early_stopping": None,
         "sample": None,
         "report_to": [],

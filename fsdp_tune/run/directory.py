@@ -112,6 +112,8 @@ class RunDir:
     logs = _Inside("logs")
     outcome_json = _Inside("logs/outcome.json")
     """How the last launch ended; absent while it runs, and if its supervisor was killed too."""
+    tracked_scores_json = _Inside("logs/tracked-scores.json")
+    """Whose scores the experiment trackers have."""
     launcher_log = _Inside("logs/launcher.log")
     machines_json = _Inside("logs/machines.json")
     """Host name of each machine of the last launch over several."""

@@ -1,4 +1,4 @@
-"""Parts of the events of metrics.jsonl: generated samples, rows of a spike, changed keys."""
+"""Parts of the events of metrics.jsonl: generated samples, scores of checkpoints, rows of a spike, changed keys."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ class GeneratedSample(JsonAnswer):
         prompt, text = (json.dumps(each, ensure_ascii=False)[1:-1] for each in (self.prompt, self.text))
         shown = f"… {prompt[-SAMPLE_CHARACTERS:]}" if len(prompt) > SAMPLE_CHARACTERS else prompt
         return f"{shown} → {text[: 2 * SAMPLE_CHARACTERS]}{' …' if len(text) > 2 * SAMPLE_CHARACTERS else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointScore(JsonAnswer):
+    """A score of the model of a checkpoint. The interval is at 95 %; None: the score has none."""
+
+    value: float
+    low: float | None
+    high: float | None
+    rows: int
+
+    def __str__(self) -> str:
+        interval = f" [{self.low:.4f}, {self.high:.4f}]" if self.low is not None and self.high is not None else ""
+        return f"{self.value:.4f}{interval}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.run.event_parts import ChangedKey, GeneratedSample, SpikeRow
+from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, SpikeRow
 
 EventLevel = Literal["routine", "news", "warning", "alarm"]
 """`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal prints on stderr."""
@@ -259,6 +259,30 @@ class CheckpointFailed(MessageEvent):
 
     def shown(self) -> list[str]:
         return [f"warning: checkpoint-{self.step} was NOT saved: {self.message}"]
+
+
+@event("checkpoint_evaluated")
+class CheckpointEvaluated(MetricsEvent):
+    """`evaluation:` has scored the model of the checkpoint of this step, which `checkpoint` identifies; scores by name."""
+
+    checkpoint: str
+    seconds: float
+    scores: dict[str, CheckpointScore]
+
+    def shown(self) -> list[str]:
+        return [f"checkpoint-{self.step} evaluated: {', '.join(f'{name} {score}' for name, score in self.scores.items())}"]
+
+
+@event("checkpoint_evaluation_failed", "alarm")
+class CheckpointEvaluationFailed(MetricsEvent):
+    """`evaluation:` could not score the model of the checkpoint of this step. The next start of the run tries it again."""
+
+    checkpoint: str
+    code: str
+    message: str
+
+    def shown(self) -> list[str]:
+        return [f"warning: checkpoint-{self.step} was not evaluated: {self.message}"]
 
 
 @event("mirrored", "routine")

@@ -130,6 +130,8 @@ class Verdict(Document):
     problem: Problem | None = None
     first_outcome: Outcome | None = None
     """Outcome of the first rank of this machine, with the loss and counts of the run; not in the file."""
+    signal: int | None = None
+    """The first signal that the command received meanwhile; not in the file. A run may finish although a stop was requested."""
 
     @property
     def is_stop(self) -> bool:

@@ -34,16 +34,17 @@ from fsdp_tune.model.step import LossScale, auxiliary_loss_weight
 from fsdp_tune.recipe.references import find_extension, from_run, without_adapter
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.checkpoint_scores import kept_for_scores
 from fsdp_tune.run.directory import TRAINER_STATE, Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.events import CheckpointFailed, CheckpointSaved, RotationFailed, TrackerFailed, TrainFinished
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.run.rotation import remove_leftovers
 from fsdp_tune.worker.agreement import all_or_none, from_rank0
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.exchange import ScatteredFiles, leads_machine, scattered_checkpoint, weights_to_first_machine
 from fsdp_tune.worker.checkpoint.restore import VISIBLE_SECONDS, agreed_checkpoint
-from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.compile_events import CompileReport
@@ -53,6 +54,7 @@ from fsdp_tune.worker.observe.metrics import ExpertLoads, StepShares
 from fsdp_tune.worker.observe.profile import Profile
 from fsdp_tune.worker.observe.step_phases import StepProgress
 from fsdp_tune.worker.observe.stragglers import Stragglers
+from fsdp_tune.worker.observe.tracked_scores import SendScores
 from fsdp_tune.worker.observe.tracker_ids import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
@@ -117,6 +119,7 @@ def build_trainer(
         heartbeat=heartbeat,
         last_step=resume.step if resume else None,
         is_scattered=recipe.has_own_directories,
+        kept=partial(kept_for_scores, run, recipe),
     )
     return trainer, callback, resume
 
@@ -136,6 +139,7 @@ def _observers(
         witness,
         callback,
         *([Samples(start)] if recipe.training.sample is not None else []),
+        *([SendScores(run)] if recipe.evaluation.is_on and recipe.training.report_to else []),
         StepProgress(parts.heartbeat),
         Stragglers(shares, parts.metrics),
     ]

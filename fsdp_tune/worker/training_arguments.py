@@ -35,6 +35,8 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
         "push_to_hub": False,  # merged/ is pushed once, after the merge
         "dataloader_pin_memory": recipe.launch.device == "cuda",
     }
+    if recipe.best_by_score:  # another process measures it; `run.checkpoint_scores` and the merge choose by it
+        fields |= dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"))
     fields = {name: value for name, value in fields.items() if value is not None or name == "data_seed"}
     # Only `worker.checkpoint.save` deletes checkpoints: with a limit of 1, `Trainer._finalize_training` removes all but the best.
     fields["save_total_limit"] = None

@@ -58,7 +58,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def evaluated(folder: Path, vocabulary: int = 160, dtype: str = "fp32") -> torch.Tensor:
     model = find_model(str(folder))
-    request = Request([model], {}, "loss", vocabulary, 0, 1, "cpu", dtype)
+    request = Request([model], {}, vocabulary, 0, 1, "cpu", dtype)
     return logits(load_model(model, request))
 
 

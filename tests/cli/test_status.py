@@ -109,6 +109,32 @@ def test_status_has_last_and_best_evaluation_loss_and_paths_last(tmp_path: Path)
     assert kinds == ["step", "evaluation", "newest", "logs:"]
 
 
+def test_status_has_the_scores_of_the_last_evaluated_checkpoint_and_a_later_failure(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "a")
+    score = {"value": 0.5, "low": 0.25, "high": 0.75, "rows": 8}
+    evaluated = {
+        "event": "checkpoint_evaluated",
+        "step": 20,
+        "checkpoint": "1",
+        "seconds": 1.0,
+        "scores": {"sums/exact_match": score},
+        "time": 1.0,
+    }
+    failed = {
+        "event": "checkpoint_evaluation_failed",
+        "step": 30,
+        "checkpoint": "2",
+        "code": "evaluation-failed",
+        "message": "no room",
+        "time": 1.0,
+    }
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in (evaluated, failed))
+    shown = status(run, columns=120)
+    assert "scores of checkpoint-20: sums/exact_match 0.5000 [0.2500, 0.7500]" in shown
+    assert "checkpoint-30 was not evaluated: no room" in shown
+
+
 def test_damaged_run_of_a_directory_is_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in(tmp_path, "good")
     (run_in(tmp_path, "bad") / "plan.json").write_text("{")

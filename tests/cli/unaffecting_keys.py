@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_tune.recipe.schema.keys import all_keys
+
 BASE: dict[str, Any] = {
     "model": {"name_or_path": "base", "tokenizer": "builtin:arithmetic"},
     "data": {"train": [{"path": "rows.jsonl"}], "eval": {"rows": 4}, "max_length": 64},
@@ -157,6 +159,7 @@ CHANGES: tuple[Change, ...] = (
 )
 _MACHINES = "several machines: tests/launch/test_machine_real.py compares their losses"
 NOT_RUN: dict[str, str] = {
+    **{key.name: "is changed by tests/cli/test_train_evaluation.py" for key in all_keys() if key.path[0] == "evaluation" and key.path[1:]},
     "recipe_version": "has one value",
     "parallelism.tp_size": "has one value in this release",
     "parallelism.cp_size": "has one value in this release",

@@ -63,6 +63,12 @@ def test_evaluations_that_choose_nothing_change_nothing(name: str) -> None:
     assert changes_numbers(("training", "load_best_model_at_end"), chooses_by_evaluation=False)
 
 
+def test_scores_of_checkpoints_change_a_run_only_if_evaluations_choose_its_model() -> None:
+    for path in (("evaluation", "sets"), ("evaluation", "sets", 0, "path"), ("evaluation", "every")):
+        assert changes_numbers(path)
+        assert not changes_numbers(path, chooses_by_evaluation=False)
+
+
 def test_transport_of_the_ranks_changes_no_number() -> None:
     assert not changes_numbers(("launch", "env", "NCCL_ALGO"))
 

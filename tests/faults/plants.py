@@ -39,10 +39,10 @@ PLANTS: tuple[Plant, ...] = (
         replace("gather", "lambda mine: [mine]"),
         rows="F078",
     ),
-    plant("rotation deletes in place", "worker.checkpoint.rotation:rotate", value("hidden", "old.path"), drop("DISK.rename"), rows="F083"),
+    plant("rotation deletes in place", "run.rotation:rotate", value("hidden", "old.path"), drop("DISK.rename"), rows="F083"),
     plant(
         "every hidden file removed as a leftover",
-        "worker.checkpoint.rotation:remove_leftovers",
+        "run.rotation:remove_leftovers",
         replace("run.path.glob", "lambda _: run.path.glob('.*')"),
         rows="F089",
     ),

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
+from fsdp_tune.run.rotation import remove_leftovers
 from fsdp_tune.worker.agreement import from_rank0
 from fsdp_tune.worker.checkpoint import restore, state
-from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter

@@ -16,7 +16,7 @@ from fsdp_tune.launch.command.run_files import write_run
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
-from fsdp_tune.worker.checkpoint.rotation import remove_leftovers, rotate
+from fsdp_tune.run.rotation import remove_leftovers, rotate
 from tests.faults.checks import half_files, in_child, stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault, injected, kill_points, shown_late

@@ -56,7 +56,7 @@ def test_key_has_default_values_and_effects() -> None:
         ("trainng.max_steps", "did you mean `training.max_steps`?"),
         ("data-chnged", "did you mean `data-changed`?"),
         ("max_seq_length", "it is `data.max_length` here"),
-        ("path", "give one of `data.train.path` or `data.eval.path`"),
+        ("path", "give one of `data.train.path`, `data.eval.path` or `evaluation.sets.path`"),
     ],
 )
 def test_unknown_word_gets_the_closest_one(word: str, hint: str) -> None:

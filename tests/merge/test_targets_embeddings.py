@@ -150,7 +150,7 @@ def test_logits_are_those_of_peft_or_the_adapter_is_refused(case: Case, bases: d
         return logits(PeftModel.from_pretrained(open_base(base, case), tmp_path / "exported"))
 
     def evaluated() -> torch.Tensor:
-        return logits(load_model(model := find_model(str(adapter)), Request([model], {}, "loss", ROWS, 0, 1, "cpu", "fp32")))
+        return logits(load_model(model := find_model(str(adapter)), Request([model], {}, ROWS, 0, 1, "cpu", "fp32")))
 
     def continued() -> torch.Tensor:
         lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *CHOICES[case.target]], "modules_to_save": [*CHOICES[case.saved]]}

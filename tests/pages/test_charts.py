@@ -127,3 +127,17 @@ def test_communication_that_is_not_observed_is_in_the_first_part(tmp_path: Path)
     parts = [part.name for part in step_parts(record(tmp_path / "one", lines))]
     assert parts == ["forward, backward and communication", "optimizer", "waiting for data"]
     assert step_parts(record(tmp_path / "none", [])) == []
+
+
+def test_scores_of_checkpoints_are_curves_in_the_order_of_steps(tmp_path: Path) -> None:
+    def scored(step: int, value: float) -> dict[str, Any]:
+        score = {"value": value, "low": None, "high": None, "rows": 8}
+        scores = {"sums/exact_match": score, "chats/perplexity": score, "chats/loss": score, "arc_easy/acc": score}
+        return {"event": "checkpoint_evaluated", "step": step, "checkpoint": f"of {step}", "seconds": 1.0, "scores": scores, "time": 1.0}
+
+    lines = [training_line(10), training_line(20), training_line(30), scored(20, 0.5), scored(10, 0.25)]
+    charts = by_title(charts_of([record(tmp_path / "one", lines)]))
+    (series,) = charts["Exact match of checkpoints"].series
+    assert (series.curve.steps.tolist(), series.curve.values.tolist()) == ([10, 20], [25.0, 50.0])
+    assert {"Loss of evaluated checkpoints", "arc_easy/acc"} <= set(charts)
+    assert not any("perplexity" in title for title in charts)

@@ -134,6 +134,34 @@ CONTRADICTIONS = [
 STREAM = "model: {name_or_path: a}\ndata: {train: [{path: a}], streaming: true, packing: true}\ntraining:\n  max_steps: 9\n"
 SCALED = "model: {name_or_path: a, rope_scaling: {rope_type: llama3, factor: 4}}\ndata: {train: [{path: b}]}\n"
 EVALUATED = "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
+_SET = "evaluation:\n  sets: [{path: rows.jsonl, label: sums, metric: exact_match}]\n"
+_BY_SCORE = f"{_SET}training:\n  metric_for_best_model: sums/exact_match\n"
+
+OF_EVALUATIONS = [
+    ("evaluation:\n  sets: [{path: a.jsonl}, {path: b/a.jsonl}]", "both named `a`"),
+    ("evaluation:\n  sets: [{path: a.jsonl}]\n  tasks: [a]", "both named `a`"),
+    ("evaluation:\n  sets: [{path: a.jsonl, label: a/b}]", "letters, digits"),
+    ("evaluation:\n  sets: [{path: json}]", "data_files` is missing"),
+    ("evaluation:\n  sets: [{path: a.jsonl, weight: 2.0}]", "for training rows"),
+    ("evaluation:\n  sets: [{path: a.jsonl, loader: mine}]", "for training rows"),
+    ("evaluation:\n  sets: [{path: a.jsonl, max_new_tokens: 8}]", "read by exact_match"),
+    ("evaluation:\n  task_rows: 8\n  sets: [{path: a.jsonl}]", "there are none"),
+    ("evaluation:\n  every: 500", "nothing to evaluate"),
+    (f"{_SET}  every: 750", "is not a multiple of `training.save_steps: 500`"),
+    (f"{_SET}training: {{save_strategy: 'no'}}", "`training.save_strategy` is no"),
+    (f"{_SET}launch: {{num_machines: 2, num_processes: 2, shared_directory: false}}", "no machine has one"),
+    (f"{_SET}training: {{metric_for_best_model: sums/perplexity}}", "is not a score"),
+    ("training: {metric_for_best_model: sums/exact_match}", "is not a score"),
+    (f"{_BY_SCORE}  early_stopping: {{}}\ndata: {{train: [{{path: a}}], eval: {{rows: 8}}}}", "cannot end the run by it"),
+    (f"{_BY_SCORE}  save_strategy: best\ndata: {{train: [{{path: a}}], eval: {{rows: 8}}}}", "cannot save by it"),
+    (
+        "evaluation:\n  sets: [{path: a.jsonl}]\ntraining: {metric_for_best_model: a/perplexity, greater_is_better: true}",
+        "would keep the worst",
+    ),
+]
+"""Problems of `evaluation:` after `MINIMAL`, or of what needs its scores."""
+
+
 COMPLETE = [
     (
         "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
@@ -213,6 +241,7 @@ COMPLETE = [
     (SCALED.replace("factor: 4", "factor: 4, beta_fast: 16"), "does not read `beta_fast`"),
     (SCALED.replace("factor: 4", "factor: 4, low_freq_factor: 4.0"), "`low_freq_factor` is 4 and `high_freq_factor` is 4"),
     (SCALED.replace("model: {n", "model: {config_overrides: {max_position_embeddings: 4096}, n"), "sets `max_position_embeddings`"),
+    *((f"model: {{name_or_path: gpt2}}\n{extra}" if "\ndata:" in extra else MINIMAL + extra, words) for extra, words in OF_EVALUATIONS),
 ]
 
 

@@ -56,6 +56,21 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "witness_cost": ({"cpu_seconds": 1.0, "training_cpu_seconds": 9.0, "steps": 100}, []),
     "checkpoint_saved": ({"seconds": 1.5, "stall_seconds": 0.1, "size_bytes": 3 * 2**20}, ["checkpoint-7 saved: 3.00 MiB in 1.5s"]),
     "checkpoint_failed": ({"message": "no space"}, ["warning: checkpoint-7 was NOT saved: no space"]),
+    "checkpoint_evaluated": (
+        {
+            "checkpoint": "0a54",
+            "seconds": 30.0,
+            "scores": {
+                "sums/exact_match": {"value": 0.5, "low": 0.25, "high": 0.75, "rows": 8},
+                "arc_easy/acc": {"value": 0.25, "low": None, "high": None, "rows": 20},
+            },
+        },
+        ["checkpoint-7 evaluated: sums/exact_match 0.5000 [0.2500, 0.7500], arc_easy/acc 0.2500"],
+    ),
+    "checkpoint_evaluation_failed": (
+        {"checkpoint": "0a54", "code": "merge-disk-full", "message": "no room"},
+        ["warning: checkpoint-7 was not evaluated: no room"],
+    ),
     "rotation_failed": ({"message": "busy"}, ["step 7: rotation failed: busy"]),
     "compiled": ({"seconds": 2.0, "graphs": 3}, ["step 7: compiled (seconds 2.0, graphs 3)"]),
     "compile_fallback": ({"message": "f was recompiled"}, ["step 7: compile fallback: f was recompiled"]),

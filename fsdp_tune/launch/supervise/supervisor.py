@@ -159,6 +159,7 @@ class Supervisor:
         if left:
             yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
         ended = judge(self._observe(watch, launcher.returncode, log_starts))
+        ended = replace(ended, signal=next(iter(self.signals), None))
         if not run.logs.is_dir():
             ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_directory_problem(run))
         elif is_first_machine:

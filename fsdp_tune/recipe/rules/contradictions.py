@@ -12,6 +12,7 @@ from typing import cast
 
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.core.units import printable, shown
+from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
 from fsdp_tune.recipe.rules.rates import RATE_RULES
@@ -157,7 +158,7 @@ _SHELL_VARIABLE = re.compile(r"\$(\{)?([A-Za-z_][A-Za-z0-9_]*)(?(1)\})")
 def no_shell_variables_in_paths(recipe: Recipe) -> Iterator[Finding]:
     """`$SCRATCH/x` would become a directory of that name. Paths that are only read may contain a `$`, but not begin with one."""
     read = [("model.name_or_path", recipe.model.name_or_path), ("model.tokenizer", recipe.model.tokenizer)]
-    read += [(f"{key}.path", source.path) for key, source in recipe.data.sources]
+    read += [(f"{key}.path", source.path) for key, source in (*recipe.data.sources, *recipe.evaluation.sources)]
     read = [(key, path) for key, path in read if path is not None and path.startswith("$")]
     for key, path in [("output_dir", recipe.output_dir), ("data.cache_dir", recipe.data.cache_dir or ""), *read]:
         if variable := _SHELL_VARIABLE.search(path):
@@ -299,7 +300,7 @@ RULES: tuple[Rule, ...] = (
     *(model_source, data_sources, strategy_agrees, fsdp_version, bf16_storage),
     *(no_shell_variables_in_paths, written_paths, no_nul_characters, rope_scaling, attention_kernel, device_limits, kernels, mlp_slices),
     *(*ENVIRONMENT_RULES, *OPTIMIZER_RULES, *FP8_RULES, *ADAPTER_RULES, *TRAINING_RULES, *STREAMING_RULES),
-    *(*RATE_RULES, *SEQUENCE_RULES),
+    *(*RATE_RULES, *SEQUENCE_RULES, *EVALUATION_RULES),
 )
 
 

@@ -145,7 +145,8 @@ def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
     needs = {
         f"eval_strategy: {training.eval_strategy}": training.eval_strategy in {"steps", "epoch"},
         "early_stopping": bool(training.early_stopping),
-        **{key: bool(training_value(training, key)) for key in ("load_best_model_at_end", "eval_on_start")},
+        "load_best_model_at_end": bool(training_value(training, "load_best_model_at_end")) and not recipe.best_by_score,
+        "eval_on_start": bool(training_value(training, "eval_on_start")),
         "save_strategy: best": training_value(training, "save_strategy") == "best",
     }
     if what := next((what for what, is_set in needs.items() if is_set), None):
@@ -158,7 +159,7 @@ def best_model_is_evaluated(recipe: Recipe) -> Iterator[Finding]:
     """Every evaluation must come with a save; otherwise the best evaluated step may have no checkpoint."""
     training = recipe.training
     loads_best, save = bool(training_value(training, "load_best_model_at_end")), training_value(training, "save_strategy")
-    if recipe.data.eval is None or not (training.early_stopping or loads_best):
+    if recipe.data.eval is None or not (training.early_stopping or loads_best) or recipe.best_by_score:
         return
     if training.eval_strategy == "no":
         key = "training.early_stopping" if training.early_stopping else "training.load_best_model_at_end"
@@ -181,7 +182,7 @@ def best_model_is_evaluated(recipe: Recipe) -> Iterator[Finding]:
 
 def best_metric_is_measured(recipe: Recipe) -> Iterator[Finding]:
     metric = training_value(recipe.training, "metric_for_best_model")
-    if metric is None or recipe.data.eval is None:
+    if metric is None or recipe.data.eval is None or recipe.best_by_score:
         return
     measured = measured_metrics(recipe, recipe.data.eval_labels)
     if metric.removeprefix("eval_") not in measured:

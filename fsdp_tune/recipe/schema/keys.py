@@ -26,6 +26,8 @@ from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIE
 from fsdp_tune.recipe.synonyms import synonym_hint
 
 Path = tuple[str | int, ...]
+_SOURCES_TOO = (("data", "eval"), ("evaluation", "sets"))
+"""Lists whose entries have the keys of those of `data.train`."""
 _SCALAR_WORDS: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -246,7 +248,7 @@ def unknown_key_hint(path: Sequence[str | int], value: Any = None) -> str | None
     parent = tuple(parent_path)
     if "token" in name.lower() and ("hf" in name.lower() or "hub" in name.lower() or "auth" in name.lower() or name.lower() == "token"):
         return "a recipe never contains a token: set HF_TOKEN, or log in with `hf auth login`"
-    known = synonym_hint(name, value, in_source=parent in (("data", "train"), ("data", "eval")))
+    known = synonym_hint(name, value, in_source=parent in (("data", "train"), *_SOURCES_TOO))
     homes = _homes(name, parent)
     if homes and (known is None or parent):  # `adapter` is a key of `lora:`, and at the top that of axolotl
         return "belongs " + enumerated([f"under `{home}:`" if home else "at the top of the recipe" for home in homes])
@@ -266,7 +268,7 @@ def _homes(name: str, parent: tuple[str, ...]) -> list[str]:
     """Return the sections that have a key of this name: `training:` alone for one of TrainingArguments, as at the top elsewhere."""
     if name in TRAINING_FIELDS.fields and owner_of(name) is None and parent != ("training",):
         return ["training"]
-    found = [".".join(key.path[:-1]) for key in all_keys() if key.path[-1] == name and key.path[:-1] not in {parent, ("data", "eval")}]
+    found = [".".join(key.path[:-1]) for key in all_keys() if key.path[-1] == name and key.path[:-1] not in {parent, *_SOURCES_TOO}]
     return list(dict.fromkeys(found))
 
 

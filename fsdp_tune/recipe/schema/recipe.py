@@ -14,6 +14,7 @@ from typing import Annotated, Literal, cast
 from pydantic import ConfigDict
 
 from fsdp_tune.core.topology import DIMENSIONS, Topology
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.kinds import (
     DATA,
     FREE,
@@ -264,6 +265,7 @@ class Recipe(Section):
     """Hold the frozen weights under `lora:` in 4 bits (QLoRA): `{}` for the defaults; null = as they are stored."""
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: CheckpointEvaluation = CheckpointEvaluation()
     launch: Launch = Launch()
     extensions: Extensions = Extensions()
     merge: Merge = Merge()
@@ -319,6 +321,12 @@ class Recipe(Section):
     def evaluates(self) -> bool:
         """Whether the run evaluates."""
         return self.data.eval is not None and self.training.eval_strategy != "no"
+
+    @property
+    def best_by_score(self) -> bool:
+        """Whether `training.metric_for_best_model` is a score of `evaluation:`, which the ranks do not know."""
+        metric = (self.training.model_extra or {}).get("metric_for_best_model")
+        return isinstance(metric, str) and self.evaluation.has_score(metric)
 
     @property
     def is_sharded(self) -> bool:

@@ -11,6 +11,7 @@ from fsdp_tune.recipe.schema.keys import NOT_YET, Key, all_keys, default_of, fie
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingField, describe_field, owned_names
 
 _HEAD = """\
@@ -32,7 +33,7 @@ def reference_yaml() -> str:
         indent, name = "  " * (len(key.path) - 1), key.path[-1]
         if key.path[:-1] not in always:
             # A key inside a list, or inside a mapping that is absent by default.
-            if key.path[:-1] != ("data", "eval"):
+            if not _is_described_elsewhere(key):
                 lines.append(f"{indent}# {name}: {_source_line(key)}")
         elif _is_section(key):
             lines.append(f"{indent}{name}:")
@@ -44,6 +45,12 @@ def reference_yaml() -> str:
         if key.name == _LAST_TRAINING_KEY:
             lines.extend(_passed_field_lines())
     return "\n".join(lines) + "\n"
+
+
+def _is_described_elsewhere(key: Key) -> bool:
+    """Return whether a key of an entry is one of `data.train` too, where it is described."""
+    section = key.path[:-1]
+    return section == ("data", "eval") or (section == ("evaluation", "sets") and key.path[-1] in DataSource.model_fields)
 
 
 def _passed_field_lines() -> list[str]:

@@ -37,10 +37,10 @@ from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.model.shard.process_groups import untimed_group
 from fsdp_tune.run.directory import CHECKPOINT_KIND, FULL_MODEL_FILE, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
 from fsdp_tune.run.manifest import MACHINES_FACT, MANIFEST_NAME, FileEntry, MachineFiles, Manifest, damage
+from fsdp_tune.run.rotation import rotate
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, refuse_one_directory, shared_small_files
-from fsdp_tune.worker.checkpoint.rotation import rotate
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -196,6 +196,8 @@ class Checkpointer:
     last_step: int | None = None
     is_scattered: bool = False
     """Whether each machine has its own run directory."""
+    kept: Callable[[], set[int]] = set
+    """Returns further steps that a rotation must keep; called on the rank that leads."""
     written_seconds: float = 0.0
     """Time that this rank has spent writing its own files of sharded checkpoints."""
     longest_seconds: float = 0.0
@@ -335,7 +337,7 @@ class Checkpointer:
         protected = {snapshot.step, snapshot.best_step or -1}
         try:
             counted = self._complete_everywhere()
-            self._lead(lambda: rotate(self.run, self.keep, protected=protected, counted=counted), "removing old checkpoints")
+            self._lead(lambda: rotate(self.run, self.keep, protected=protected | self.kept(), counted=counted), "removing old checkpoints")
         except FsdpTuneError as error:
             return error.problems[0].message
         except OSError as error:

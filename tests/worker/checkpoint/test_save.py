@@ -18,7 +18,7 @@ import torch
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
-from fsdp_tune.worker.checkpoint.rotation import remove_leftovers, rotate
+from fsdp_tune.run.rotation import remove_leftovers, rotate
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved
 from tests.cuda.devices import on_devices
 from tests.parity import runs

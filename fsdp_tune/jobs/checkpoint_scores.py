@@ -1,0 +1,125 @@
+"""Score the model of one checkpoint of a run, in a process of its own: `python -m fsdp_tune.jobs.checkpoint_scores RUN STEP DEVICE`.
+
+Merges the checkpoint as `merge-checkpoint --step STEP` does, into a directory that is removed at the end, and evaluates it as `evaluate`
+does. Prints one JSON line: `{"scores": {name: {"value", "low", "high", "rows"}}}`, or `{"problem": {…}}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from fsdp_tune.answer.examples import find_model
+from fsdp_tune.answer.tasks_request import TasksRequest
+from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.errors import FsdpTuneError, failed_error
+from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild
+from fsdp_tune.jobs.evaluate import device_of, evaluate_checkpoint
+from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
+from fsdp_tune.jobs.results import merge_checkpoint
+from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation, EvaluationSet
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.event_parts import CheckpointScore
+from fsdp_tune.run.manifest import digest
+
+SCRATCH = ".evaluation"
+"""Folder of the run with the model that is being evaluated."""
+TASKS = (sys.executable, "-P", "-m", "fsdp_tune.answer.tasks")
+_NICENESS = 10
+"""Ranks on the CPU keep their priority."""
+
+
+def scratch_of(run: RunDir, evaluation: CheckpointEvaluation) -> Path:
+    """Return the folder of this run's models while they are evaluated."""
+    return (
+        run.path / SCRATCH
+        if evaluation.scratch_dir is None
+        else Path(evaluation.scratch_dir) / f"{run.name}-{digest(str(run.path.resolve()))}{SCRATCH}"
+    )
+
+
+def options_of_set(entry: EvaluationSet, recipe: Recipe, device: DeviceKind = "auto") -> EvaluateOptions:
+    """Return a set as options of `evaluate`, whose other data settings are those of the run."""
+    own = {"path", "max_rows", "metric", "answer", "max_new_tokens"}
+    return EvaluateOptions(
+        metric=entry.metric,
+        data=entry.path,
+        source=entry.model_dump(exclude_defaults=True, exclude=own),
+        max_rows=entry.max_rows,
+        answer=entry.answer,
+        max_new_tokens=entry.max_new_tokens,
+        batch_size=recipe.evaluation.batch_size,
+        device=device,
+        allowed=Allowed(remote_code=recipe.model.trust_remote_code),
+    )
+
+
+def score_checkpoint(run: RunDir, step: int, device: DeviceKind) -> dict[str, CheckpointScore]:
+    """Return the scores of a checkpoint by name. Raises: FsdpTuneError."""
+    recipe = read_resolved(run)
+    folder = scratch_of(run, recipe.evaluation)
+    shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that was killed
+    DISK.mkdir(folder)
+    try:
+        exports = recipe.lora is not None and recipe.merge.adapter == "adapter"
+        options = MergeOptions(output=folder / f"checkpoint-{step}-model", step=step, verify="quick", adapter=exports)
+        model = merge_checkpoint(run.path, options).output
+        scores = _score_sets(run, model, recipe, device) if recipe.evaluation.sets else {}
+        if recipe.evaluation.tasks:
+            scores |= _score_tasks(model, recipe, device)
+        return scores
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _score_sets(run: RunDir, model: Path, recipe: Recipe, device: DeviceKind) -> dict[str, CheckpointScore]:
+    sets = {each.set_label: each for each in recipe.evaluation.sets}
+    results = evaluate_checkpoint(run, model, {label: options_of_set(each, recipe, device) for label, each in sets.items()})
+    scores: dict[str, CheckpointScore] = {}
+    for label, result in results.items():
+        estimates = {sets[label].metric: result.metric} | ({} if result.loss is None else {"loss": result.loss})
+        scores |= {f"{label}/{name}": CheckpointScore(each.value, each.low, each.high, result.rows) for name, each in estimates.items()}
+    return scores
+
+
+def _score_tasks(model: Path, recipe: Recipe, device: DeviceKind) -> dict[str, CheckpointScore]:
+    found, evaluation = find_model(str(model)), recipe.evaluation
+    request = TasksRequest(
+        weights=found.weights,
+        adapter=found.adapter,
+        tasks=list(evaluation.tasks),
+        rows=evaluation.task_rows,
+        batch_size=evaluation.batch_size,
+        device=device_of(device),
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    with JsonChild(TASKS, os.environ | QUIET_LIBRARIES) as child:
+        child.send(request.as_json(), is_last=True)
+        if (line := child.receive()) is None:
+            message = f"lm_eval could not run {', '.join(evaluation.tasks)}: {child.failure()}"
+            raise failed_error("evaluation-failed", message, hint="see its documentation for what a task needs")
+        return {name: CheckpointScore(**score) for name, score in line["scores"].items()}
+
+
+def main() -> None:
+    run, step, device = RunDir(Path(sys.argv[1])), int(sys.argv[2]), cast(DeviceKind, sys.argv[3])
+    os.nice(_NICENESS)
+    output = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            line: dict[str, Any] = {"scores": {name: score.as_dict() for name, score in score_checkpoint(run, step, device).items()}}
+        except FsdpTuneError as error:
+            line = {"problem": error.problems[0].as_dict()}
+    output.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

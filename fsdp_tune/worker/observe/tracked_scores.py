@@ -1,0 +1,104 @@
+"""Send the scores of checkpoints (`evaluation:`) to the trackers, each once: on rank 0 with the lines of the run, the rest after the ranks.
+
+`python -m fsdp_tune.worker.observe.tracked_scores RUN` sends what is left, and continues the runs of the trackers for that. The command
+starts it when the last checkpoint has been evaluated. RUN/logs/tracked-scores.json has what was sent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.checkpoint_scores import checkpoint_events
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.events import CheckpointEvaluated, read_event
+from fsdp_tune.run.launch_files import read_recipe_json
+from fsdp_tune.run.metrics_file import MetricsReader
+from fsdp_tune.run.records import Document
+from fsdp_tune.worker.observe.step_phases import AttachedCallback
+from fsdp_tune.worker.observe.tracker_ids import continue_tracker_runs
+from fsdp_tune.worker.rank import set_environment
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedScores(Document):
+    """tracked-scores.json: the checkpoints whose scores the trackers have, by identity."""
+
+    checkpoints: list[str] = field(default_factory=list[str])
+
+    @classmethod
+    def of(cls, run: RunDir) -> TrackedScores:
+        return cls.read(run.tracked_scores_json) or cls()
+
+    def added(self, run: RunDir, event: CheckpointEvaluated) -> TrackedScores:
+        """Return them with a checkpoint that is sent now, and write them."""
+        now = TrackedScores([*self.checkpoints, event.checkpoint])
+        now.write(run.tracked_scores_json)
+        return now
+
+
+def values_of(event: CheckpointEvaluated) -> dict[str, float]:
+    return {name: score.value for name, score in event.scores.items()}
+
+
+class SendScores(AttachedCallback):
+    """Send new scores with each line of the run, at the step of their checkpoint. Runs on rank 0 and computes nothing."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._reader, self._is_sending = run, MetricsReader(run.metrics_jsonl), False
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: object
+    ) -> None:
+        if self._is_sending or not state.is_world_process_zero:
+            return
+        found = [event for event in map(read_event, self._reader.read()[0]) if isinstance(event, CheckpointEvaluated)]
+        if not found:
+            return
+        tracked, self._is_sending = TrackedScores.of(self._run), True
+        for event in found:
+            if event.checkpoint not in tracked.checkpoints:
+                self.trainer.callback_handler.on_log(args, replace(state, global_step=event.step), control, values_of(event))
+                tracked = tracked.added(self._run, event)
+        self._is_sending = False
+
+
+class _SilentArguments(TrainingArguments):
+    """Arguments that a tracker does not write over those of the run."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def send_rest(run: RunDir, recipe: Recipe) -> None:
+    """Send the scores that the ranks have not sent."""
+    tracked = TrackedScores.of(run)
+    found = [event for event in checkpoint_events(run) if isinstance(event, CheckpointEvaluated)]
+    rest = [event for event in found if event.checkpoint not in tracked.checkpoints]
+    if not rest:
+        return
+    set_environment(recipe, run)
+    continue_tracker_runs(run, recipe.training.report_to, os.environ, print)
+    arguments = _SilentArguments(output_dir=str(run.path), run_name=recipe.name, report_to=[], use_cpu=True)
+    state, control = TrainerState(), TrainerControl()
+    callbacks: list[Any] = [INTEGRATION_TO_CALLBACK[name]() for name in recipe.training.report_to]
+    for callback in callbacks:
+        callback.on_train_begin(arguments, state, control, model=None)
+    for event in rest:
+        for callback in callbacks:
+            callback.on_log(arguments, replace(state, global_step=event.step), control, logs=values_of(event))
+        tracked = tracked.added(run, event)
+    for callback in callbacks:
+        callback.on_train_end(arguments, state, control, model=None, processing_class=None)
+
+
+if __name__ == "__main__":
+    its_run = RunDir(Path(sys.argv[1]))
+    send_rest(its_run, Recipe.model_validate_json(read_recipe_json(its_run)))

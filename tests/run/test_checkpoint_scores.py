@@ -1,0 +1,88 @@
+"""Which checkpoints have scores, which is the best by one, and which a rotation must keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.checkpoint_scores import best_by_score, kept_for_scores
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, complete_checkpoints
+from fsdp_tune.run.event_parts import CheckpointScore
+from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
+from fsdp_tune.run.metrics_file import append_event
+from tests.recipe.loading import load_with
+
+SETS = "evaluation: {sets: [{path: rows.jsonl, label: sums, metric: exact_match}, {path: rows.jsonl, label: text}]%s}\n"
+
+
+def save(run: RunDir, step: int, **facts: object) -> Path:
+    folder = run.checkpoint(step)
+    folder.mkdir(exist_ok=True)
+    (folder / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, {}, {"step": step, **facts}).to_json())
+    return folder
+
+
+def identity(run: RunDir, step: int) -> str:
+    return next(each.manifest.identity for each in complete(run) if each.step == step)
+
+
+def complete(run: RunDir) -> list[Checkpoint]:
+    return complete_checkpoints(run)[0]
+
+
+def score(run: RunDir, step: int, **scores: float) -> None:
+    named = {name.replace("__", "/"): CheckpointScore(value, None, None, 8) for name, value in scores.items()}
+    append_event(run, CheckpointEvaluated(step, identity(run, step), 1.0, named))
+
+
+def recipe_by(metric: str, *, is_greater: bool, evaluation: str = "") -> Recipe:
+    best = f"training: {{load_best_model_at_end: true, metric_for_best_model: {metric}, greater_is_better: {str(is_greater).lower()}}}\n"
+    return load_with(SETS % evaluation + best).recipe
+
+
+@pytest.mark.parametrize(("metric", "is_greater", "best"), [("sums/exact_match", True, 20), ("text/perplexity", False, 30)])
+def test_best_checkpoint_is_of_the_known_scores_and_the_first_of_equal_ones(
+    run: RunDir, metric: str, best: int, *, is_greater: bool
+) -> None:
+    for step in (10, 20, 30, 40):
+        save(run, step)
+    score(run, 10, sums__exact_match=0.1, text__perplexity=9.0)
+    score(run, 20, sums__exact_match=0.5, text__perplexity=8.0)
+    score(run, 30, sums__exact_match=0.5, text__perplexity=2.0)
+    found = best_by_score(run, recipe_by(metric, is_greater=is_greater), complete(run))
+    assert found is not None
+    assert found.checkpoint.step == best
+
+
+def test_checkpoint_of_another_attempt_has_no_score(run: RunDir) -> None:
+    recipe = recipe_by("sums/exact_match", is_greater=True)
+    save(run, 10)
+    score(run, 10, sums__exact_match=1.0)
+    save(run, 10, recipe_digest="of another attempt")
+    assert best_by_score(run, recipe, complete(run)) is None
+    assert kept_for_scores(run, recipe) == {10}
+
+
+def test_rotation_keeps_unscored_checkpoints_and_the_best(run: RunDir) -> None:
+    recipe = recipe_by("sums/exact_match", is_greater=True)
+    for step in (10, 20, 30, 40, 50):
+        save(run, step)
+    assert kept_for_scores(run, recipe) == {10, 20, 30, 40, 50}
+    score(run, 10, sums__exact_match=0.1)
+    score(run, 20, sums__exact_match=0.5)
+    score(run, 30, sums__exact_match=0.4)
+    append_event(run, CheckpointEvaluationFailed(40, identity(run, 40), "evaluation-failed", "its process ended"))
+    assert kept_for_scores(run, recipe) == {20, 50}
+
+
+def test_rotation_keeps_only_steps_that_are_evaluated(run: RunDir) -> None:
+    for step in (10, 20, 30, 40):
+        save(run, step)
+    assert kept_for_scores(run, load_with(SETS % ", every: 1000").recipe) == set()
+    assert kept_for_scores(run, recipe_by("sums/exact_match", is_greater=True, evaluation=", every: 500")) == set()
+    recipe = load_with((SETS % ", every: 20") + "training: {save_steps: 10}\n").recipe
+    assert kept_for_scores(run, recipe) == {20, 40}
+    assert kept_for_scores(run, load_with("").recipe) == set()
