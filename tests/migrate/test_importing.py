@@ -244,6 +244,11 @@ def test_dynamic_fine_tuning_is_written(tool: str, tmp_path: Path) -> None:
     assert values(off)["training.loss"] == "cross_entropy"
 
 
+def test_exact_deduplication_of_axolotl_is_kept(tmp_path: Path) -> None:
+    text = DFT_FILES["axolotl"].replace("use_dft", "dataset_exact_deduplication")
+    assert values(from_text(tmp_path, text))["data.drop_duplicates"] is True
+
+
 def test_weights_of_ligers_loss_become_the_chunked_loss(tmp_path: Path) -> None:
     text = DFT_FILES["axolotl"].replace("use_dft", "liger_use_token_scaling") + "liger_fused_linear_cross_entropy: true\n"
     found = values(from_text(tmp_path, text))

@@ -162,6 +162,7 @@ COMPLETE = [
         "forms batches",
     ),
     (STREAM.replace("packing", "mixture: {temperature: 2.0}, packing"), "the sizes of the sources"),
+    (STREAM.replace("packing", "drop_duplicates: true, packing"), "`data.drop_duplicates: true` compares all rows"),
     (STREAM.replace("{path: a}", "{path: a, max_rows: 5}"), "`max_rows` has no meaning"),
     (STREAM + "  save_strategy: epoch\n", "has none before the last step"),
     (STREAM.replace("{path: a}", "{path: a, weight: 1}, {path: b}"), "`data.train[1]` has no `weight`"),

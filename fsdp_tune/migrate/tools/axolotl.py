@@ -491,6 +491,7 @@ RULES: Rules = {
     "context_parallel_size": same("parallelism.sp_size"),
     "tensor_parallel_size": same("parallelism.tp_size"),
     "fsdp_version": same("fsdp.version"),
+    "dataset_exact_deduplication": same("data.drop_duplicates"),
     "resize_token_embeddings_to_32x": off_or("off", "the embedding grows to the tokenizer alone: `model: {resize_embeddings: true}`"),
     **_all(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }

@@ -170,6 +170,9 @@ def stream_needs_no_prepared_rows(recipe: Recipe) -> Iterator[Finding]:
         message = f"{_WHY}, and `training.per_device_train_batch_tokens` forms batches of all rows by length"
         keys = ("training.per_device_train_batch_tokens", _STREAMING)
         yield Finding("contradiction", keys, message, "use `data.packing: true`, which fills rows")
+    if data.drop_duplicates:
+        message = f"{_WHY}, and `data.drop_duplicates: true` compares all rows with each other"
+        yield Finding("contradiction", ("data.drop_duplicates", _STREAMING), message, "leave one of them out")
     if data.mixture.temperature != 1.0:
         message = f"{_WHY}, so the sizes of the sources, which `data.mixture.temperature` flattens, are unknown"
         yield Finding("contradiction", ("data.mixture.temperature", _STREAMING), message, "give each source a `weight`")

@@ -266,6 +266,8 @@ class Data(Section):
     """Tokens of one row; longer rows follow `overlong`."""
     overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"
     """Handling of rows longer than max_length; auto = split for text, else truncate. Always counted."""
+    drop_duplicates: Annotated[bool, Effect(DATA, REFUSED)] = False
+    """Train rows with equal tokens and targets once, over all sources: the first stays. Always counted, except in streams."""
     packing: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Join examples into rows of `max_length`; no token attends across examples."""
     packing_strategy: Annotated[Literal["bfd", "wrapped"], Effect(DATA, REFUSED)] = "bfd"
