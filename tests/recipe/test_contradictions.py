@@ -162,6 +162,18 @@ COMPLETE = [
         "forms batches",
     ),
     (STREAM.replace("packing", "mixture: {temperature: 2.0}, packing"), "the sizes of the sources"),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}]}\nlaunch: {device: cpu}\nkernels: {experts: sonicmoe}",
+        "`kernels.experts: sonicmoe` has kernels for CUDA",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: 'no'}\nkernels: {experts: sonicmoe}",
+        "computes in 16 bits",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}]}\nkernels: {experts: eager, compile: true}",
+        "would compile for each set of them",
+    ),
     (STREAM.replace("packing", "drop_duplicates: true, packing"), "`data.drop_duplicates: true` compares all rows"),
     (STREAM.replace("{path: a}", "{path: a, max_rows: 5}"), "`max_rows` has no meaning"),
     (STREAM + "  save_strategy: epoch\n", "has none before the last step"),

@@ -229,6 +229,15 @@ def test_attention_kernel_is_one_that_the_gpu_has() -> None:
     assert resolved("launch: {device: cpu}", T4).recipe.model.attn_implementation == "auto"
 
 
+def test_kernel_of_experts_without_code_for_the_gpu_is_refused_before_ranks_start() -> None:
+    text = MINIMAL + "\nkernels: {experts: sonicmoe}\n"
+    problem = refused("", L4, text=text)
+    assert (problem.code, problem.hint) == ("experts-gpu-unsupported", "write `kernels.experts: auto`")
+    assert "SonicMoE has kernels for Hopper and Blackwell and RTX Blackwell, and NVIDIA L4 has compute capability 8.9" in problem.message
+    for name, capability in (("NVIDIA H100", (9, 0)), ("NVIDIA B200", (10, 0)), ("NVIDIA GeForce RTX 5090", (12, 0))):
+        assert resolved("", replace(L4, device_name=name, capability=capability), text=text).notices == ()
+
+
 @pytest.mark.parametrize("kernel", ["flash_attention_3", "kernels-community/vllm-flash-attn3"])
 def test_flash_attention_without_kernels_for_the_gpu_is_refused_before_ranks_start(kernel: str) -> None:
     text = MINIMAL.replace("model: {", f"model: {{attn_implementation: {kernel}, ")

@@ -29,6 +29,7 @@ from fsdp_tune.migrate.general import (
 )
 from fsdp_tune.migrate.ledger import Fate, Ledger, Path, Weight
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
+from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
@@ -487,8 +488,8 @@ RULES: Rules = {
     **_all(("embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_lr_embedding"), question(_GROUPS, "training")),
     "adam_eps": same("training.adam_epsilon"),
     "auto_resume_from_checkpoints": leave("it is `train --resume auto`"),
-    "sequence_parallel_degree": same("parallelism.sp_size"),
-    "context_parallel_size": same("parallelism.sp_size"),
+    **_all(("sequence_parallel_degree", "context_parallel_size"), same("parallelism.sp_size")),
+    "experts_implementation": experts_kernel,
     "tensor_parallel_size": same("parallelism.tp_size"),
     "fsdp_version": same("fsdp.version"),
     "dataset_exact_deduplication": same("data.drop_duplicates"),

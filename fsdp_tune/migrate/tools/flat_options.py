@@ -30,6 +30,7 @@ from fsdp_tune.migrate.general import (
 )
 from fsdp_tune.migrate.ledger import Fate, Ledger, Path, Weight
 from fsdp_tune.migrate.read.command_line import COMMAND
+from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.migrate.tools.long_rows import packing_strategy
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.synonyms import SYNONYMS
@@ -152,8 +153,9 @@ SWIFT_RULES: Rules = {
     "enable_dft_loss": implies({"training.loss": "dft"}, DFT),
     "lorap_lr_ratio": same("lora.loraplus_lr_ratio"),
     "init_weights": same("lora.init_lora_weights"),
+    "experts_impl": experts_kernel,
     "lora_bias": fine_or(("none",), "off, as it is here", "`lora: {bias: …}` trains biases", "lora", "bias"),
-    **dict.fromkeys(("lazy_tokenize", "use_logits_to_keep", "acc_strategy", "experts_impl"), leave("a matter of ms-swift's own code")),
+    **dict.fromkeys(("lazy_tokenize", "use_logits_to_keep", "acc_strategy"), leave("a matter of ms-swift's own code")),
     **dict.fromkeys(("use_ray", "device_groups"), leave("ranks are started by `fsdp-tune train`")),
     COMMAND: _pretraining,
     "loss_scale": _unless_pretraining(_loss_scale),

@@ -394,6 +394,8 @@ class Kernels(Section):
     """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
     compile: bool = False
     """Compile each decoder layer separately with torch.compile; FSDP2 and DDP."""
+    experts: Literal["auto", "grouped_mm", "batched_mm", "eager", "sonicmoe"] = "auto"
+    """transformers' `experts_implementation`; auto = its own choice: grouped_mm, or eager for classes that have no other."""
     mlp_slice_tokens: Whole | None = None
     """Tokens of each row for which a decoder layer's MLP is computed at a time, so that its inner activations are small; null = all."""
 
