@@ -455,9 +455,10 @@ class _Resolver:
             self.decide("data.num_proc", count, f"min({MOST_PROCESSES}, {self.machine.cores} cores)")
         if recipe.data.eval_packing is None:
             self.decide("data.eval_packing", recipe.data.packing, "data.packing")
+        row = recipe.parallelism.of_row
         if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
-            self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels need a multiple of it")
-        padding, row = recipe.data.pad_to_multiple_of, recipe.parallelism.of_row
+            self.decide("data.pad_to_multiple_of", FP8_MULTIPLE * row.row_parts, "fp8 kernels need a multiple of it")
+        padding = recipe.data.pad_to_multiple_of
         if padding % row.row_parts and not given(recipe, "data.pad_to_multiple_of"):
             self.decide("data.pad_to_multiple_of", math.lcm(padding, row.row_parts), f"{described_sharing(row)} divides each row")
         if recipe.data.cache_dir is None:

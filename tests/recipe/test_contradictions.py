@@ -40,7 +40,7 @@ CONTRADICTIONS = [
     ("launch: {device: cpu}\nkernels: {liger: true}", 4, "for GPUs"),
     ("parallelism: {sp_size: 2}\nfsdp: {version: 1}", 4, "line 3"),
     ("parallelism: {sp_size: 2}\nkernels: {compile: true}", 4, "line 3"),
-    ("parallelism: {sp_size: 2}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
+    ("parallelism: {sp_size: 2}\nprecision: {mixed_precision: fp8, fp8_recipe: tensorwise}", 4, "line 3"),
     ("parallelism: {sp_size: 2}\nlora: {lora_dropout: 0.1}", 4, "rank that holds the token"),
     ("parallelism: {sp_size: 2}\ntraining: {neftune_noise_alpha: 5}", 4, "length of the row"),
     ("kernels:\n  mlp_slice_tokens: 512\n  compile: true", 5, "one graph"),

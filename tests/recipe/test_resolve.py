@@ -210,6 +210,11 @@ def test_weights_in_bf16_on_an_old_gpu_are_a_notice() -> None:
     assert notice.hint == "write `model.dtype: fp32` and `precision.mixed_precision: fp16`"
 
 
+def test_rows_that_ranks_share_are_padded_for_fp8_on_each_rank() -> None:
+    keys = "precision: {mixed_precision: fp8}\nparallelism: {sp_size: 2}"
+    assert resolved(keys, replace(L4, device_count=4)).recipe.data.pad_to_multiple_of == 32
+
+
 def test_fp8_on_an_old_gpu_is_refused_before_ranks_start() -> None:
     keys = "precision: {mixed_precision: fp8}"
     problem = refused(keys, T4)

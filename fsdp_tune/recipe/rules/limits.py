@@ -155,7 +155,12 @@ def sequence_limits(recipe: Recipe) -> Iterator[Finding]:
             recipe.kernels.compile and "`kernels.compile: true` (layers would be compiled with the exchange of tokens inside)",
             "leave `compile` out",
         ),
-        "precision.mixed_precision": (computes_in_fp8(recipe) and "`precision.mixed_precision: fp8`", "write `bf16`"),
+        _RECIPE: (
+            computes_in_fp8(recipe)
+            and recipe.precision.fp8_recipe == "tensorwise"
+            and f"`{_RECIPE}: tensorwise` (the scale of a token would depend on the other tokens of its rank)",
+            "write `fp8_recipe: rowwise`, which has a scale for each token",
+        ),
         "lora.lora_dropout": (
             dropout and f"`lora.lora_dropout: {dropout}` (a token's mask would depend on the rank that holds the token)",
             "write `lora_dropout: 0`",
