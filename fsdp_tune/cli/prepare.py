@@ -96,24 +96,19 @@ def show_data(screen: Screen, data: Prepared) -> None:
 
 
 def _lines(report: DataReport) -> list[str]:
-    from fsdp_tune.data.account import key_lines, source_lines
+    from fsdp_tune.data.account import duplicate_lines, key_lines, source_lines
 
     kinds = [f"{given.path}: {given.format}, loss on {given.loss_on}" for given in report.inputs]
     left_out = report.rows_bad.rows + report.rows_untrained.rows + sum(account.dropped for account in report.sets.values())
     eos, bos = report.eos, report.bos
     cut = sum(account.truncated for account in report.sets.values())
     before_cut = ", before the cut" if cut or any(account.cut_by_packing for account in report.sets.values()) else ""
-    repeated = report.sets["train"].repeated
     return [
         *kinds,
         *key_lines(report),
         *source_lines(report),
         f"{report.rows_read:,} rows read, {left_out:,} left out, {cut:,} cut at max_length",
-        *(
-            [f"{repeated.rows:,} training rows have the content of an earlier one: {', '.join(repeated.first[:3])}"]
-            if repeated.rows
-            else []
-        ),
+        *duplicate_lines(report),
         f"end of sequence `{eos.token}` trained in {eos.supervised:,} of {eos.examples:,} examples{before_cut}",
         f"beginning of sequence: {of_bos(bos)}",
     ]

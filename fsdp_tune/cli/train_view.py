@@ -17,7 +17,7 @@ from fsdp_tune.cli.terminal import TREND, Terminal, trend
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.data.account import key_lines, source_lines
+from fsdp_tune.data.account import duplicate_lines, key_lines, source_lines
 from fsdp_tune.data.report import DataReport
 from fsdp_tune.data.token_budget import filling_lines
 from fsdp_tune.jobs.answers import PreviewAnswer, StartPoint, WrittenAnswer
@@ -258,7 +258,7 @@ def data_lines(report: DataReport, *, reused: bool) -> list[str]:
         parts += [f"{account.dropped:,} dropped"] if account.dropped else []
         lines.append(f"data {name}: {', '.join(parts)}{' (from the cache)' if reused else ''}")
     lines += [f"data keys: {line}" for line in key_lines(report)]
-    return [*lines, *(f"data train: {line}" for line in source_lines(report))]
+    return [*lines, *(f"data train: {line}" for line in (*source_lines(report), *duplicate_lines(report)))]
 
 
 class StepView:

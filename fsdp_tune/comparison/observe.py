@@ -325,7 +325,7 @@ class Side:
         raw["launch"] |= {"device": "cpu", "num_processes": 1, "num_machines": 1}
         raw["parallelism"] = dict.fromkeys(raw["parallelism"], 1)
         raw["fsdp"] = {"sharding_strategy": "NO_SHARD"}
-        raw["kernels"] |= {"liger": "auto", "loss": "full", "compile": False, "mlp_slice_tokens": None}
+        raw["kernels"] |= {"liger": "auto", "loss": "full", "compile": False, "experts": "auto", "mlp_slice_tokens": None}
         if recipe.precision.mixed_precision == "fp8":
             raw["precision"]["mixed_precision"] = "bf16"
             self.left_out.append("fp8, which is computed in bf16 here")

@@ -23,11 +23,16 @@ class FlashAttention:
 
     def against(self, name: str, capability: tuple[int, int]) -> str | None:
         """Return why it does not run on a GPU of this name and compute capability; None if it does."""
-        major, minor = capability
-        if major in self.generations:
-            return None
-        wanted = " and ".join(GENERATIONS[each] for each in sorted(self.generations))
-        return f"FlashAttention {self.version} has kernels for {wanted}, and {name} has compute capability {major}.{minor}"
+        return without_kernels(f"FlashAttention {self.version}", self.generations, name, capability)
+
+
+def without_kernels(what: str, generations: frozenset[int], name: str, capability: tuple[int, int]) -> str | None:
+    """Return why code for these `generations` does not run on a GPU of this name and compute capability; None if it does."""
+    major, minor = capability
+    if major in generations:
+        return None
+    wanted = " and ".join(GENERATIONS[each] for each in sorted(generations))
+    return f"{what} has kernels for {wanted}, and {name} has compute capability {major}.{minor}"
 
 
 # Sources: the build lists of github.com/Dao-AILab/flash-attention (setup.py, hopper/setup.py, flash_attn/cute) in 2026. transformers

@@ -19,6 +19,7 @@ from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.data.account import rows_named, set_account, source_accounts
 from fsdp_tune.data.account_checks import data_notices, refuse_empty_set, refuse_nothing
 from fsdp_tune.data.bad_rows import BadRows
+from fsdp_tune.data.duplicates import repeated
 from fsdp_tune.data.format.row_account import KeyUse, key_account
 from fsdp_tune.data.format.row_notes import RowNotes
 from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
@@ -95,6 +96,7 @@ class TokenisedRows:
     supervised: list[Int64] = field(default_factory=list[Int64])
     sources: list[Int64] = field(default_factory=list[Int64])
     hashes: list[Any] = field(default_factory=list[Any])
+    token_hashes: list[Any] = field(default_factory=list[Any])
     origins: list[Int64] = field(default_factory=list[Int64])
     bad: list[tuple[int, BadRow]] = field(default_factory=list[tuple[int, BadRow]])
     """(number of the file, bad row), in the order of the files."""
@@ -105,7 +107,7 @@ class TokenisedRows:
     notes: RowNotes = field(default_factory=RowNotes)
 
     def add(self, chunk: Tokenised) -> None:
-        for name in ("lengths", "supervised", "sources", "hashes", "origins"):
+        for name in ("lengths", "supervised", "sources", "hashes", "token_hashes", "origins"):
             getattr(self, name).append(getattr(chunk, name))
         self.bad += chunk.bad
         self.untrained += chunk.untrained
@@ -116,7 +118,7 @@ class TokenisedRows:
     def examples(self) -> Examples:
         if not self.lengths:
             none = np.zeros(0, np.int64)
-            return Examples(none, none, none, none, none.astype(np.uint64), none.reshape(0, 2))
+            return Examples(none, none, none, none, none.astype(np.uint64), none.astype(np.uint64), none.reshape(0, 2))
         lengths = np.concatenate(self.lengths)
         return Examples(
             starts=np.cumsum(lengths) - lengths,
@@ -124,6 +126,7 @@ class TokenisedRows:
             supervised=np.concatenate(self.supervised),
             sources=np.concatenate(self.sources),
             hashes=np.concatenate(self.hashes),
+            token_hashes=np.concatenate(self.token_hashes),
             origins=np.concatenate(self.origins),
         )
 
@@ -213,16 +216,19 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
     data = recipe.data
     trained = writer.trained()
     index = Index()
-    training_hashes = np.zeros(0, np.uint64)
+    training: Examples | None = None
     sets = _sets(recipe, inputs, examples)
     for number, (name, available) in enumerate(sets.items()):
         in_train = name == TRAIN
         chosen = available
-        repeated: Int64 | None = None
-        if in_train:
-            repeated = _repeated(available)
-            chosen = _mixture(recipe, inputs, available, trained, names)
-            training_hashes = chosen.hashes
+        if training is None:
+            is_repeated = repeated(available.origins, available.token_hashes)
+            copies = {"dropped_duplicates" if data.drop_duplicates else "repeated": _origins(available, is_repeated)}
+            if data.drop_duplicates:
+                available = available.take(~is_repeated)
+            training = chosen = _mixture(recipe, inputs, available, trained, names)
+        else:
+            copies = {"also_trained": _origins(available, _also_trained(available, training))}
         packing = data.packing if in_train or data.eval_packing is None else data.eval_packing
         pieces = _cut(recipe, inputs, chosen, trained, names)
         pieces, rows = packed(pieces, trained, data.max_length, packing=packing, strategy=data.packing_strategy)
@@ -231,7 +237,6 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
         refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
         index.folders[name] = TRAIN if in_train else f"eval-{number:03d}"
         writer.add_set(index.folders[name], rows.segments, rows.rows)
-        copies = {"repeated": repeated} if repeated is not None else {"also_trained": _also_trained(chosen, training_hashes)}
         account = set_account(pieces, rows, names, data.max_length)
         index.accounts[name] = account.model_copy(update={what: rows_named(origins, names) for what, origins in copies.items()})
         index.sources[name] = source_accounts(len(inputs), available, chosen, pieces)
@@ -240,16 +245,14 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
     return index
 
 
-def _repeated(examples: Examples) -> Int64:
-    """Return [k, 2] origins of the rows whose content an earlier row has."""
-    origins, first = np.unique(examples.origins, axis=0, return_index=True)  # a row may be several examples
-    _, of_content = np.unique(examples.hashes[first], return_index=True)
-    return np.delete(origins, of_content, axis=0)
+def _origins(examples: Examples, chosen: Any) -> Int64:
+    """Return [k, 2] origins of the rows of the chosen examples; a row may be several examples."""
+    return np.unique(examples.origins[chosen], axis=0)
 
 
-def _also_trained(examples: Examples, training_hashes: Any) -> Int64:
-    """Return [k, 2] origins of the rows whose content is also in the training set."""
-    return np.unique(examples.origins[np.isin(examples.hashes, training_hashes)], axis=0)
+def _also_trained(examples: Examples, training: Examples) -> Any:
+    """Return True for each example whose row has the content, or the tokens and targets, of a training row."""
+    return np.isin(examples.hashes, training.hashes) | np.isin(examples.token_hashes, training.token_hashes)
 
 
 def _sets(recipe: Recipe, inputs: Sequence[Input], examples: Examples) -> dict[str, Examples]:

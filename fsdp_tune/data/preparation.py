@@ -51,6 +51,8 @@ SAMPLE_ROWS = 1000
 """Rows of each streamed source that are prepared before the ranks start, to check and show them."""
 DATA_FORMAT = 12
 """Incremented when the same input would give other rows or another layout, so that old caches are not used."""
+ACCOUNT_FORMAT = 1
+"""Incremented when the account of the same rows would differ. It is no part of the key that a resumed run must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,8 @@ def prepare(
         check_rows = False
     stamps = [opened.source.stamps() for opened in inputs]
     training_key = content_key([*_training_content(recipe, encoder, inputs, digests), *([file_stamps] if file_stamps else [])])
-    with_hashes = [EVALUATION_HASHES] if recipe.data.streaming else []  # older stores of streams lack them
-    key = content_key(
-        [training_key, recipe.data.eval_packing, recipe.data.eval_labels, _content(inputs, digests, train=False), *with_hashes]
-    )
+    account = [ACCOUNT_FORMAT, *([EVALUATION_HASHES] if recipe.data.streaming else [])]  # older stores of streams lack the hashes
+    key = content_key([training_key, recipe.data.eval_packing, recipe.data.eval_labels, _content(inputs, digests, train=False), *account])
     path = cache_dir / STORES / key
 
     def build(stage: Path) -> dict[str, Any]:
@@ -275,6 +275,8 @@ def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input],
     settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
     if data.streaming:
         settings |= data.model_dump(include={"stream_lanes", "curriculum", "shuffle", "shuffle_buffer_size"})
+    if data.drop_duplicates:  # stores of versions without the key keep their names
+        settings |= {"drop_duplicates": True}
     split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
     return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, digests, train=True)]
 

@@ -130,16 +130,18 @@ class SetAccount(PartialFacts):
     split: int = 0
     dropped_too_long: NamedRows = NamedRows()
     dropped_nothing_left: NamedRows = NamedRows()
+    dropped_duplicates: NamedRows = NamedRows()
+    """Of the training set with `data.drop_duplicates`: rows with the tokens and targets of an earlier one."""
     fill: float = 0.0
     """Tokens in the rows, of `data.max_length` in each."""
     repeated: NamedRows = NamedRows()
-    """Of the training set: rows with the content of an earlier one."""
+    """Of the training set without `data.drop_duplicates`: rows with the tokens and targets of an earlier one."""
     also_trained: NamedRows = NamedRows()
     """Of the other sets: rows with the content of a training row."""
 
     @property
     def dropped(self) -> int:
-        return self.dropped_too_long.rows + self.dropped_nothing_left.rows
+        return self.dropped_too_long.rows + self.dropped_nothing_left.rows + self.dropped_duplicates.rows
 
     @property
     def trained_share(self) -> float:

@@ -30,6 +30,7 @@ class Examples:
     supervised: Int64
     sources: Int64
     hashes: UInt64
+    token_hashes: UInt64
     origins: Int64
     """[examples, 2]: file, row in the file."""
 
@@ -43,6 +44,7 @@ class Examples:
             self.supervised[index],
             self.sources[index],
             self.hashes[index],
+            self.token_hashes[index],
             self.origins[index],
         )
 

@@ -28,11 +28,13 @@ from fsdp_tune.core.errors import FailedError, Notice, Problem
 from fsdp_tune.core.gpus import detect
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.core.topology import Group
+from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import DoctorOptions
 from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
+from fsdp_tune.model.model_files import INSTALLED
 from fsdp_tune.planner.predict.memory import disk, least_checkpoint_bytes, most_checkpoints
 from fsdp_tune.planner.predict.timing import collective_seconds
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, Trace
@@ -79,7 +81,9 @@ def doctor(recipe: LoadedRecipe, options: DoctorOptions = DoctorOptions(), *, ob
         check_cache(resolved)
         check_port(resolved, machine)
         observer.phase("tracing a step for the sizes of messages and checkpoints")
-        trace = trace_of(resolved)
+        with children.threads(1) as pool:
+            packages = pool.submit(_packages, resolved)
+            trace = trace_of(resolved)
         with temporary_directory("doctor-") as folder:
             files = HealthFiles(folder)
             plan = launch_plan(resolved, RunDir(folder), worker_module=WORKER, machine_rank=machine)
@@ -93,7 +97,7 @@ def doctor(recipe: LoadedRecipe, options: DoctorOptions = DoctorOptions(), *, ob
             HealthCheck("ranks", "ok", f"{len(facts)} ranks started and found each other"),
             *judge_health(facts, _needs(resolved, trace, request)),
         ]  # fmt: skip
-        checks = [_host_name(resolved, plan), *_traced(trace, judged), *judged]
+        checks = [_host_name(resolved, plan), *_traced(trace, judged), *packages.result(), *judged]
         states = {check.state for check in checks}
         worst: State = "fail" if "fail" in states else "warn" if "warn" in states else "ok"
         return DoctorAnswer(worst, resolved.world_size, resolved.launch.num_machines, checks, facts)
@@ -157,6 +161,17 @@ def _traced(trace: Trace | None, judged: Sequence[HealthCheck]) -> list[HealthCh
         return []
     finding = "the step could not be traced, so neither messages nor checkpoints have a known size"
     return [HealthCheck("sizes", "warn", finding, "`fsdp-tune plan` shows the reason")]
+
+
+def _packages(recipe: Recipe) -> list[HealthCheck]:
+    """Return a check for the optional packages whose kernels the model would use on this machine's GPUs; none if it names no package."""
+    if recipe.launch.device != "cuda":
+        return []
+    found = inspect_model(recipe)
+    missing = [HealthCheck("packages", "warn", notice.message, notice.hint) for notice in found.notices if notice.code == "slow-kernels"]
+    kernels = {} if found.model is None else found.model.kernels
+    installed = [name for name in sorted(kernels) if kernels[name].value == INSTALLED]
+    return missing or ([HealthCheck("packages", "ok", f"{' and '.join(installed)} installed")] if installed else [])
 
 
 def _host_name(recipe: Recipe, plan: LaunchPlan) -> HealthCheck:

@@ -327,9 +327,10 @@ def recipe_of_set(recipe: Recipe, options: EvaluateOptions) -> Recipe:
     """Return the recipe with `options.data` as its only source, read like the first training source unless `options.source` differs."""
     raw = recipe.model_dump(by_alias=True)
     data = raw["data"]
-    # Callbacks, metrics and the attention kernel of the training are not used here.
+    # Callbacks, metrics and the kernels of attention and experts in training are not used here.
     raw |= {"extensions": {}}
     raw["model"]["attn_implementation"] = "auto"
+    raw["kernels"]["experts"] = "auto"
     data["ignore_columns"] = [*data["ignore_columns"], *options.ignore_columns]
     data["cache_dir"] = data["cache_dir"] or str(default_cache_directory())
     if options.data is not None:

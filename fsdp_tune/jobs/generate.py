@@ -331,9 +331,10 @@ def _settings(chosen: _Chosen, options: GenerateOptions) -> Recipe:
     """Return the recipe that formats prompts. Raises: usage error if it runs code that is not allowed."""
     recipe = recipe_of_run(chosen.run) if chosen.run is not None else recipe_of_model(chosen.models[0], options.allowed)
     raw = recipe.model_dump(by_alias=True)
-    # Callbacks, loaders and the attention kernel of the training are not used here.
+    # Callbacks, loaders and the kernels of attention and experts in training are not used here.
     raw |= {"extensions": {}}
     raw["model"]["attn_implementation"] = "auto"
+    raw["kernels"]["experts"] = "auto"
     raw["data"] |= {"eval": None, "mixture": {}, "curriculum": []}
     raw["data"]["train"] = [each | {"loader": None, "loader_options": {}} for each in raw["data"]["train"]]
     recipe = Recipe.model_validate(raw)

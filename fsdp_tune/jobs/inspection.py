@@ -206,7 +206,17 @@ ROW_KEYS = ("data", "training.sample")
 NOT_OF_ROWS = tuple(
     f"data.{name}"
     for name in (
-        *("packing", "packing_strategy", "eval_packing", "overlong", "stream_lanes", "curriculum", "shuffle", "shuffle_buffer_size"),
+        *(
+            "packing",
+            "packing_strategy",
+            "eval_packing",
+            "overlong",
+            "drop_duplicates",
+            "stream_lanes",
+            "curriculum",
+            "shuffle",
+            "shuffle_buffer_size",
+        ),
         *("mixture", "pad_to_multiple_of", "num_proc", "cache_dir"),
     )
 )

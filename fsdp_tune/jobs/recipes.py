@@ -12,6 +12,7 @@ from pathlib import Path
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Notice, Problem, Where, collected, usage_error
+from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.user_cache import COMPILED, default_cache_directory
 from fsdp_tune.data.cache import STORES
@@ -184,6 +185,10 @@ def code_not_allowed(recipe: Recipe, allowed: Allowed, *, starts_ranks: bool) ->
     if "/" in kernel and not allowed.remote_code:
         message = f"the recipe wants to run an attention kernel from the hub, `{kernel}` (`model.attn_implementation`)"
         found.append(Problem("remote-code-not-trusted", message, Where(key="model.attn_implementation"), trust))
+    kernels = EXPERTS_KERNELS.get(recipe.kernels.experts)
+    if kernels is not None and kernels.repository is not None and not allowed.remote_code:
+        message = f"`kernels.experts: {recipe.kernels.experts}` runs code from the hub, `{kernels.repository}`"
+        found.append(Problem("remote-code-not-trusted", message, Where(key="kernels.experts"), trust))
     for name in variables_to_allow(recipe.launch.env) if starts_ranks else ():
         if name not in allowed.variables:
             message = f"`launch.env.{name}` is not known to be a plain setting, and a variable can make the ranks run code"

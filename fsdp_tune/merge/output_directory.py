@@ -437,6 +437,8 @@ def _data_values(run: RunDir) -> list[tuple[str, str]]:
             return [("Size of the data", "a stream"), ("Digest of data and settings", str(data["key"]))]
         account = report.sets["train"]
         size = f"{account.rows:,} rows of {account.examples:,} examples, {account.tokens:,} tokens an epoch"
+        size += f"; {account.repeated} repeated an earlier one" if account.repeated.rows else ""
+        size += f"; {account.dropped_duplicates} left out as duplicates" if account.dropped_duplicates.rows else ""
         return [("Size of the data", size), ("Digest of data and settings", str(data["key"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -26,6 +26,10 @@ from fsdp_tune.run.records import PartialFacts
 WRITTEN = "set in the recipe"
 
 
+INSTALLED = "installed"
+"""The choice of an optional package whose kernels run."""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
     """A value of a recipe key, and why it was chosen."""

@@ -19,6 +19,7 @@ from fsdp_tune.recipe.rules.limits import (
     FP8_MULTIPLE,
     OLDEST_BF16_GPU,
     computes_in_fp8,
+    experts_gpu_problem,
     flash_gpu_problem,
     fp8_gpu_problem,
     lora_limits,
@@ -267,9 +268,10 @@ class _Resolver:
             add(found.code, found.keys, found.message, found.hint)
         if (found := slow_bf16(self.recipe, name, capability)) is not None:
             self.add_notice(found.code, found.keys, found.message, found.hint)
-        if (found := flash_gpu_problem(self.recipe, name, capability)) is not None:
-            add = self.add_problem if self.assume is None else self.add_notice
-            add(found.code, found.keys, found.message, found.hint)
+        for problem_of in (flash_gpu_problem, experts_gpu_problem):
+            if (found := problem_of(self.recipe, name, capability)) is not None:
+                add = self.add_problem if self.assume is None else self.add_notice
+                add(found.code, found.keys, found.message, found.hint)
         if self.recipe.model.attn_implementation == "auto" and self.recipe.compute_dtype != "fp32" and capability < OLDEST_BF16_GPU:
             wanted, has = (".".join(map(str, version)) for version in (OLDEST_BF16_GPU, capability))
             reason = f"FlashAttention needs compute capability {wanted}; {name} has {has}"
@@ -453,9 +455,10 @@ class _Resolver:
             self.decide("data.num_proc", count, f"min({MOST_PROCESSES}, {self.machine.cores} cores)")
         if recipe.data.eval_packing is None:
             self.decide("data.eval_packing", recipe.data.packing, "data.packing")
+        row = recipe.parallelism.of_row
         if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
-            self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels need a multiple of it")
-        padding, row = recipe.data.pad_to_multiple_of, recipe.parallelism.of_row
+            self.decide("data.pad_to_multiple_of", FP8_MULTIPLE * row.row_parts, "fp8 kernels need a multiple of it")
+        padding = recipe.data.pad_to_multiple_of
         if padding % row.row_parts and not given(recipe, "data.pad_to_multiple_of"):
             self.decide("data.pad_to_multiple_of", math.lcm(padding, row.row_parts), f"{described_sharing(row)} divides each row")
         if recipe.data.cache_dir is None:

@@ -185,7 +185,7 @@ def _group_patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> li
     return changes
 
 
-_CPU_KERNELS = (("liger", True, "auto"), ("loss", "liger", "chunked"), ("compile", True, False))
+_CPU_KERNELS = (("liger", True, "auto"), ("loss", "liger", "chunked"), ("compile", True, False), ("experts", "sonicmoe", "auto"))
 """Key, the value that needs a GPU (or minutes of a C++ compiler), and the value in the rehearsal."""
 
 

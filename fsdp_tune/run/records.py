@@ -219,6 +219,8 @@ class LiveState(PartialFacts):
     gradient_accumulation_steps: int = 0
     micro_batch: int = 0
     attention: str | dict[str, str] = ""
+    experts: list[str] = Field(default_factory=list[str])
+    """The kernels of stacked experts; empty if no class of experts lets one choose."""
     parameters: int = 0
     trained_parameters: int = 0
     """Of the whole model."""

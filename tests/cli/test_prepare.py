@@ -121,6 +121,17 @@ def test_bad_row_exits_2_with_its_line(recipe: Path, tmp_path: Path) -> None:
     assert (first["file"], first["line"], first["code"]) == (str(rows), 2, "bad-row")
 
 
+def test_duplicates_are_printed_with_the_key_that_leaves_them_out(recipe: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "one plus", "completion": text}) + "\n" for text in (" two", " three", " two")))
+    arguments = [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--set", "data.eval=null"]
+    words = " ".join(CliRunner().invoke(app, arguments).output.split())
+    assert "1 training rows have the tokens and targets of an earlier one (`data.drop_duplicates: true` leaves them out)" in words
+    done = CliRunner().invoke(app, [*arguments, "--set", "data.drop_duplicates=true", "--json"])
+    assert json.loads(done.stdout)["report"]["sets"]["train"]["dropped_duplicates"] == {"rows": 1, "first": [f"{rows}:3"]}
+    assert "3 rows read, 1 left out" in CliRunner().invoke(app, [*arguments, "--set", "data.drop_duplicates=true"]).output
+
+
 def test_rows_emptied_by_truncation_are_counted_as_left_out(recipe: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": "one plus " * times, "completion": " two"}) + "\n" for times in (1, 99, 2)))

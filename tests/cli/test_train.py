@@ -131,6 +131,7 @@ def test_remote_code_needs_the_command_line_option() -> None:
     remote = settings("model.from_config=null", "model.name_or_path=someone/model", "model.trust_remote_code=true")
     assert codes(*remote, "--dry-run") == ["remote-code-not-trusted"]
     assert invoke("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").exit_code == 0
+    assert codes(*settings("kernels.experts=sonicmoe", "launch.device=cuda"), "--dry-run") == ["remote-code-not-trusted"]
 
 
 @pytest.mark.usefixtures("fake_model")

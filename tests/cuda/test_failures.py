@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -250,12 +251,17 @@ def test_validate_reports_the_kernel_and_the_limits_of_the_gpu(gpu: str, kernel:
 
 
 @slow
-def test_ranks_use_the_kernel_that_was_validated(tmp_path: Path) -> None:
-    ended = train(tmp_path, gpu="T4", changes={"precision.mixed_precision": "bf16"})
+@pytest.mark.parametrize(("gpu", "kernel"), [("T4", "sdpa"), ("B200", "torch_varlen")])
+def test_ranks_use_the_kernel_that_was_validated(gpu: str, kernel: str, tmp_path: Path) -> None:
+    ended = train(tmp_path, gpu=gpu, changes={"precision.mixed_precision": "bf16"})
     assert ended.code == 0, ended.printed
-    assert "kernels: attention sdpa" in ended.printed
-    assert "Tesla T4 (compute capability 7.5) has no tensor cores for bf16" in ended.printed
-    assert json.loads((ended.run / "readback.json").read_text())["attention"] == "sdpa"
+    assert f"kernels: attention {kernel}" in ended.printed
+    assert ("Tesla T4 (compute capability 7.5) has no tensor cores for bf16" in ended.printed) is (gpu == "T4")
+    live = json.loads((ended.run / "readback.json").read_text())
+    assert (live["attention"], live["differences"]) == (kernel, [])
+    losses = [line["loss"] for line in map(json.loads, (ended.run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    assert all(map(math.isfinite, losses)), losses
+    assert losses
 
 
 def test_fp8_on_an_old_gpu_is_refused_before_ranks_start(tmp_path: Path) -> None:

@@ -537,10 +537,40 @@ def test_several_processes_give_the_same_rows(tmp_path: Path, monkeypatch: pytes
         assert (Path(alone.path) / name).read_bytes() == (Path(several.path) / name).read_bytes()
 
 
-def test_rows_with_the_content_of_an_earlier_row_are_counted(tmp_path: Path) -> None:
-    train = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("x", "y", "x", "z", "x")])
-    found = prepared(tmp_path, train)
-    assert found.report.sets["train"].repeated == NamedRows(2, (f"{train}:3", f"{train}:5"))
+@pytest.mark.parametrize("packing", [False, True])
+def test_duplicates_over_all_sources_are_counted_and_dropped_with_the_key(tmp_path: Path, packing: bool) -> None:
+    """A duplicate has the tokens and the targets of an earlier row; the same text with another trained part is none."""
+    first = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "", "completion": text} for text in ("x", "xyz", "x")])
+    second = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "", "completion": "xyz"}, {"prompt": "xy", "completion": "z"}])
+    third = write_jsonl(tmp_path / "c.jsonl", [{"input_ids": [*b"x", 257], "labels": [-100, 257]}, {"input_ids": [*b"xyz"]}])
+    entries = (first, second, third)
+    copies = NamedRows(3, (f"{first}:3", f"{second}:1", f"{third}:1"))
+    counted = prepared(tmp_path, *entries, packing=packing)
+    dropped = prepared(tmp_path, *entries, packing=packing, drop_duplicates=True)
+    assert (counted.report.sets["train"].repeated, counted.report.sets["train"].dropped) == (copies, 0)
+    account = dropped.report.sets["train"]
+    assert (account.dropped_duplicates, account.repeated, account.dropped) == (copies, NamedRows(), 3)
+    left = [(first, 1), (first, 2), (second, 2), (third, 2)]
+    store = RowStore(dropped.train)
+    assert sorted(origin for row in range(len(store)) for origin in store.origins(row)) == [(str(path), row) for path, row in left]
+    assert [account.rows for account in dropped.report.inputs] == [2, 1, 1]
+    assert (counted.key != dropped.key, counted.report.rows_kept) == (True, dropped.report.rows_kept)
+
+
+def test_evaluation_rows_are_never_dropped_as_duplicates(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("x", "y", "x")])
+    evaluated = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [*b"x", 257]}])
+    found = prepared(tmp_path, train, eval=[{"path": str(evaluated)}], drop_duplicates=True)
+    account = found.report.sets["eval"]
+    assert (account.rows, account.dropped, account.also_trained) == (1, 0, NamedRows(1, (f"{evaluated}:1",)))
+    assert "data.drop_duplicates" not in told(found)["eval-rows-trained"]
+
+
+def test_weighted_shares_are_of_the_rows_without_duplicates(tmp_path: Path) -> None:
+    many = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}] * 30)
+    few = write_jsonl(tmp_path / "b.jsonl", [{"text": text} for text in ("a", "b", "x")])
+    entries = [{"path": str(path), "weight": 1.0} for path in (many, few)]
+    assert [each.rows_drawn for each in prepared(tmp_path, *entries, drop_duplicates=True).report.inputs] == [2, 2]
 
 
 def test_rows_of_a_stream_are_counted_once_for_files_that_do_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ def examples_of(*lengths: int, sources: list[int] | None = None) -> Examples:
         supervised=sizes - 1,
         sources=np.array(sources or [0] * count, np.int64),
         hashes=np.arange(count, dtype=np.uint64),
+        token_hashes=np.arange(count, dtype=np.uint64),
         origins=np.stack([np.zeros(count, np.int64), np.arange(1, count + 1)], axis=1),
     )
 

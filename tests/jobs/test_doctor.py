@@ -14,7 +14,9 @@ from fsdp_tune.core.devices import GpuState
 from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.core.units import GIB
 from fsdp_tune.jobs import doctor
+from fsdp_tune.jobs.inspection import Inspection
 from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.model.model_files import KernelChoice, ModelFacts
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.health_files import HealthFiles
 from tests.launch.test_accelerate import plan, resolved
@@ -102,6 +104,20 @@ def test_failure_of_a_rank_with_another_number_is_reported_before_lost_peers(tmp
         files.problem(rank).write_text(json.dumps(problem.as_dict()))
     check = doctor._failed(range(3, 5), files, 1, log)
     assert (check.name, check.state, check.finding, check.fix) == ("ranks", "fail", "rank 2: 3 ranks", "do this")
+
+
+def test_packages_that_a_model_lacks_on_gpus_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolved(tmp_path)
+    assert doctor._packages(recipe) == [], "they are for GPUs"
+    on_gpus = recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"device": "cuda"})})
+    found = Inspection(notices=[Notice("positions-never-trained", ""), Notice("slow-kernels", "fla is not installed here", hint="pip")])
+    monkeypatch.setattr(doctor, "inspect_model", lambda _: found)
+    assert doctor._packages(on_gpus) == [HealthCheck("packages", "warn", "fla is not installed here", "pip")]
+    kernels = {"kernels.loss": KernelChoice("full", ""), "fla": KernelChoice("installed", ""), "conv": KernelChoice("installed", "")}
+    found.notices, found.model = [], ModelFacts.model_construct(kernels=kernels)
+    assert doctor._packages(on_gpus) == [HealthCheck("packages", "ok", "conv and fla installed")]
+    found.model = ModelFacts.model_construct(kernels={"kernels.loss": KernelChoice("full", "")})
+    assert doctor._packages(on_gpus) == [], "a dense model names no package"
 
 
 @pytest.mark.parametrize(("inputs", "shown"), [("ok", ["sizes"]), ("fail", [])])

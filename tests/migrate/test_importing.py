@@ -244,6 +244,28 @@ def test_dynamic_fine_tuning_is_written(tool: str, tmp_path: Path) -> None:
     assert values(off)["training.loss"] == "cross_entropy"
 
 
+def test_exact_deduplication_of_axolotl_is_kept(tmp_path: Path) -> None:
+    text = DFT_FILES["axolotl"].replace("use_dft", "dataset_exact_deduplication")
+    assert values(from_text(tmp_path, text))["data.drop_duplicates"] is True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DFT_FILES["axolotl"].replace("use_dft: true", "experts_implementation: NAME"),
+        DFT_FILES["ms-swift"].replace("enable_dft_loss: true", "experts_impl: NAME"),
+    ],
+    ids=["axolotl", "ms-swift"],
+)
+def test_kernel_of_experts_is_kept_and_one_that_cannot_train_is_a_question(text: str, tmp_path: Path) -> None:
+    key = "experts_implementation" if "experts_implementation" in text else "experts_impl"
+    assert values(from_text(tmp_path, text.replace("NAME", "batched_mm")))["kernels.experts"] == "batched_mm"
+    for name, why in (("deepgemm", "compute no gradients"), ("scattermoe", "does not have")):
+        fate, words = row(from_text(tmp_path, text.replace("NAME", name)), key)
+        assert fate == "question"
+        assert why in words
+
+
 def test_weights_of_ligers_loss_become_the_chunked_loss(tmp_path: Path) -> None:
     text = DFT_FILES["axolotl"].replace("use_dft", "liger_use_token_scaling") + "liger_fused_linear_cross_entropy: true\n"
     found = values(from_text(tmp_path, text))

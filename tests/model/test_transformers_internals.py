@@ -45,7 +45,7 @@ def test_fallbacks_are_the_documented_ones() -> None:
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if isinstance(entry, Attribute)])
 def test_models_of_the_installed_version_have_the_attribute(name: str) -> None:
     entry: Any = ENTRIES[name]
-    assert entry.exists(LlamaConfig() if entry is internals.ATTENTION else LlamaForCausalLM)
+    assert entry.exists(LlamaConfig() if entry in (internals.ATTENTION, internals.EXPERTS) else LlamaForCausalLM)
 
 
 def test_layers_are_found_without_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:

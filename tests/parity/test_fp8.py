@@ -47,6 +47,8 @@ ALL_KERNELS = (("compile", True), ("loss", "chunked"))
         slow(replace(ROWWISE, offload=True, recomputation="selective", accumulation=4), 20),
         slow(replace(ROWWISE, recomputation="selective", packed=True, kernels=ALL_KERNELS), 20),
         slow(replace(ROWWISE, architecture="llama-64", ranks=4, strategy="HYBRID_SHARD"), 20),
+        slow(replace(ROWWISE, sequence=2, packed=True), 20),
+        slow(replace(ROWWISE, ranks=4, sequence=2, recomputation="full", resumed="other"), 20),
         slow(replace(ROWWISE, resumed="other"), 20),
         slow(replace(ROWWISE, ranks=1), 20),
         slow(replace(TENSORWISE, strategy="NO_SHARD"), 30),

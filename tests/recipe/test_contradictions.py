@@ -40,7 +40,7 @@ CONTRADICTIONS = [
     ("launch: {device: cpu}\nkernels: {liger: true}", 4, "for GPUs"),
     ("parallelism: {sp_size: 2}\nfsdp: {version: 1}", 4, "line 3"),
     ("parallelism: {sp_size: 2}\nkernels: {compile: true}", 4, "line 3"),
-    ("parallelism: {sp_size: 2}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
+    ("parallelism: {sp_size: 2}\nprecision: {mixed_precision: fp8, fp8_recipe: tensorwise}", 4, "line 3"),
     ("parallelism: {sp_size: 2}\nlora: {lora_dropout: 0.1}", 4, "rank that holds the token"),
     ("parallelism: {sp_size: 2}\ntraining: {neftune_noise_alpha: 5}", 4, "length of the row"),
     ("kernels:\n  mlp_slice_tokens: 512\n  compile: true", 5, "one graph"),
@@ -190,6 +190,19 @@ COMPLETE = [
         "forms batches",
     ),
     (STREAM.replace("packing", "mixture: {temperature: 2.0}, packing"), "the sizes of the sources"),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}]}\nlaunch: {device: cpu}\nkernels: {experts: sonicmoe}",
+        "`kernels.experts: sonicmoe` has kernels for CUDA",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: 'no'}\nkernels: {experts: sonicmoe}",
+        "computes in 16 bits",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}]}\nkernels: {experts: eager, compile: true}",
+        "would compile for each set of them",
+    ),
+    (STREAM.replace("packing", "drop_duplicates: true, packing"), "`data.drop_duplicates: true` compares all rows"),
     (STREAM.replace("{path: a}", "{path: a, max_rows: 5}"), "`max_rows` has no meaning"),
     (STREAM + "  save_strategy: epoch\n", "has none before the last step"),
     (STREAM.replace("{path: a}", "{path: a, weight: 1}, {path: b}"), "`data.train[1]` has no `weight`"),

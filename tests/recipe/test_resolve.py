@@ -210,6 +210,11 @@ def test_weights_in_bf16_on_an_old_gpu_are_a_notice() -> None:
     assert notice.hint == "write `model.dtype: fp32` and `precision.mixed_precision: fp16`"
 
 
+def test_rows_that_ranks_share_are_padded_for_fp8_on_each_rank() -> None:
+    keys = "precision: {mixed_precision: fp8}\nparallelism: {sp_size: 2}"
+    assert resolved(keys, replace(L4, device_count=4)).recipe.data.pad_to_multiple_of == 32
+
+
 def test_fp8_on_an_old_gpu_is_refused_before_ranks_start() -> None:
     keys = "precision: {mixed_precision: fp8}"
     problem = refused(keys, T4)
@@ -227,6 +232,15 @@ def test_attention_kernel_is_one_that_the_gpu_has() -> None:
     assert resolved("precision: {mixed_precision: no}", T4).recipe.model.attn_implementation == "auto", "fp32 has no flash kernel anywhere"
     assert resolved("", L4).recipe.model.attn_implementation == "auto"
     assert resolved("launch: {device: cpu}", T4).recipe.model.attn_implementation == "auto"
+
+
+def test_kernel_of_experts_without_code_for_the_gpu_is_refused_before_ranks_start() -> None:
+    text = MINIMAL + "\nkernels: {experts: sonicmoe}\n"
+    problem = refused("", L4, text=text)
+    assert (problem.code, problem.hint) == ("experts-gpu-unsupported", "write `kernels.experts: auto`")
+    assert "SonicMoE has kernels for Hopper and Blackwell and RTX Blackwell, and NVIDIA L4 has compute capability 8.9" in problem.message
+    for name, capability in (("NVIDIA H100", (9, 0)), ("NVIDIA B200", (10, 0)), ("NVIDIA GeForce RTX 5090", (12, 0))):
+        assert resolved("", replace(L4, device_name=name, capability=capability), text=text).notices == ()
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_3", "kernels-community/vllm-flash-attn3"])

@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from fsdp_tune.core.errors import failed_error
+from fsdp_tune.data.duplicates import token_hashes
 from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, LabelledText, Text
 from fsdp_tune.data.format.row_account import KeyUse
 from fsdp_tune.data.format.row_notes import Note, RowNotes
@@ -81,6 +82,8 @@ class Tokenised:
     """[examples, 2]: file, row in the file."""
     hashes: np.ndarray[Any, np.dtype[np.uint64]]
     """Hash of each row's content, which decides whether it is held out, independent of order, seed and tokenizer."""
+    token_hashes: np.ndarray[Any, np.dtype[np.uint64]]
+    """Hash of the tokens and targets of each example's row, by which duplicates are found."""
     bad: list[tuple[int, BadRow]] = field(default_factory=list[tuple[int, BadRow]])
     """(number of the file, bad row)."""
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -287,14 +290,17 @@ class _Chunk:
 
     def finish(self) -> Tokenised:
         table = np.array(self._rows, np.int64).reshape(-1, 5)
+        tokens, trained = np.array(self._ids, np.int32), np.array(self._trained, np.uint8)
+        lengths, origins = table[:, 0].copy(), table[:, 3:].copy()
         return Tokenised(
-            tokens=np.array(self._ids, np.int32),
-            trained=np.array(self._trained, np.uint8),
-            lengths=table[:, 0].copy(),
+            tokens=tokens,
+            trained=trained,
+            lengths=lengths,
             supervised=table[:, 1].copy(),
             sources=table[:, 2].copy(),
-            origins=table[:, 3:].copy(),
+            origins=origins,
             hashes=np.array(self._hashes, np.uint64),
+            token_hashes=token_hashes(tokens, trained, lengths, origins),
             bad=self.bad,
             untrained=self.untrained,
             counts=self.counts,

@@ -29,6 +29,7 @@ from fsdp_tune.migrate.rules import (
     steps,
 )
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
+from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS, in_words
@@ -412,10 +413,11 @@ RULES: Rules = {
     **each(("embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_lr_embedding"), Ask(_GROUPS, "training")),
     "adam_eps": same("training.adam_epsilon"),
     "auto_resume_from_checkpoints": Drop("it is `train --resume auto`"),
-    "sequence_parallel_degree": same("parallelism.sp_size"),
-    "context_parallel_size": same("parallelism.sp_size"),
+    **each(("sequence_parallel_degree", "context_parallel_size"), same("parallelism.sp_size")),
+    "experts_implementation": experts_kernel,
     "tensor_parallel_size": same("parallelism.tp_size"),
     "fsdp_version": same("fsdp.version"),
+    "dataset_exact_deduplication": same("data.drop_duplicates"),
     "resize_token_embeddings_to_32x": off_or("off", "the embedding grows to the tokenizer alone: `model: {resize_embeddings: true}`"),
     **each(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }

@@ -33,6 +33,7 @@ from fsdp_tune.migrate.rules import (
     section,
     steps,
 )
+from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.migrate.tools.long_rows import packing_strategy
 from fsdp_tune.recipe.outcome import Ask, Drop, Path, Weight, Write
 from fsdp_tune.recipe.schema.keys import dotted
@@ -151,8 +152,9 @@ SWIFT_RULES: Rules = {
     "enable_dft_loss": implies({"training.loss": "dft"}, DFT),
     "lorap_lr_ratio": same("lora.loraplus_lr_ratio"),
     "init_weights": same("lora.init_lora_weights"),
+    "experts_impl": experts_kernel,
     "lora_bias": fine_or(("none",), "off, as it is here", "`lora: {bias: …}` trains biases", "lora.bias"),
-    **each(("lazy_tokenize", "use_logits_to_keep", "acc_strategy", "experts_impl"), Drop("a matter of ms-swift's own code")),
+    **each(("lazy_tokenize", "use_logits_to_keep", "acc_strategy"), Drop("a matter of ms-swift's own code")),
     **each(("use_ray", "device_groups"), Drop("ranks are started by `fsdp-tune train`")),
     COMMAND: _pretraining,
     "loss_scale": _unless_pretraining(_loss_scale),

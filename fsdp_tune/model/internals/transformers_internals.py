@@ -26,6 +26,22 @@ def attention_of(config: Any) -> str:
     return str(ATTENTION.of(config))
 
 
+EXPERTS = Attribute("transformers:PreTrainedConfig._experts_implementation", "`kernels.experts`", READ_IN)
+"""The kernel of stacked experts: their forward looks it up in the configuration that they hold. Setting it sets nested ones too."""
+
+
+def has_experts_kernel(module: nn.Module) -> bool:
+    """Return whether a module is of a class that `use_experts_implementation` has decorated, by what that gives to its objects."""
+    given = vars(module)
+    return "has_gate" in given and "is_transposed" in given and "config" in given
+
+
+def has_own_gate(experts: nn.Module) -> bool:
+    """Return whether such a class computes its gate itself, instead of by the function that the decorator gives to classes without one."""
+    gate: Any = getattr(type(experts), "_apply_gate", None)
+    return gate is None or not gate.__module__.startswith("transformers.integrations.")
+
+
 # ---- What the class of a model declares
 
 SUPPORTS_SDPA = Attribute(f"{_MODEL}._supports_sdpa", _CHOICE, READ_IN, fallback=lambda _: False)

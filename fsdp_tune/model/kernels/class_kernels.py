@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
-from fsdp_tune.model.model_files import KernelChoice
+from fsdp_tune.model.model_files import INSTALLED, KernelChoice
 
 MISSING = "missing"
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
@@ -50,7 +50,7 @@ def choose_class_kernels(model: nn.Module, device_type: str) -> dict[str, Kernel
     if device_type != "cuda":
         return {}
     return {
-        kernel.distribution: KernelChoice("installed" if kernel.is_installed else MISSING, ", ".join(kernel.functions))
+        kernel.distribution: KernelChoice(INSTALLED if kernel.is_installed else MISSING, ", ".join(kernel.functions))
         for kernel in class_kernels(model)
     }
 

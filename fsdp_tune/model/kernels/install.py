@@ -12,6 +12,7 @@ from fsdp_tune.model.experts import require_known_balance
 from fsdp_tune.model.kernels.attention import live_attention
 from fsdp_tune.model.kernels.class_kernels import choose_class_kernels
 from fsdp_tune.model.kernels.compiled import choose_compile
+from fsdp_tune.model.kernels.expert_kernels import choose_experts
 from fsdp_tune.model.kernels.head import SLICE_ELEMENTS, slice_tokens, summed_linear_loss
 from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, require_liger
 from fsdp_tune.model.kernels.linear_layers import choose_mlp_slices, find_mlps, install_mlp_slices
@@ -72,6 +73,7 @@ def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
         "kernels.liger": choose_liger(recipe, model, device_type),
         "kernels.compile": choose_compile(recipe),
         "kernels.mlp_slice_tokens": choose_mlp_slices(recipe, model),
+        **choose_experts(recipe, model, device_type),
         **choose_packing(recipe, model),
         **choose_class_kernels(model, device_type),
     }

@@ -217,8 +217,9 @@ def _config(recipe: Recipe, *, gathered: bool, emulate: bool) -> Any:
 
 
 def tokens_are_aligned(recipe: Recipe) -> bool:
-    """Return whether token counts are multiples of 16, as a weight's gradient sums over tokens. If not, operands are padded and copied."""
-    return recipe.data.pad_to_multiple_of % FP8_MULTIPLE == 0 and recipe.data.max_length % FP8_MULTIPLE == 0
+    """Return whether a rank's token counts are multiples of 16, as a weight's gradient sums over them. If not, operands are padded."""
+    multiple = FP8_MULTIPLE * recipe.topology.row_parts
+    return recipe.data.pad_to_multiple_of % multiple == 0 and recipe.data.max_length % multiple == 0
 
 
 def _as_autocast(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

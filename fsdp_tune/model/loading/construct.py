@@ -22,6 +22,7 @@ from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4 import quantise_layers
 from fsdp_tune.model.experts import allow_any_width
 from fsdp_tune.model.kernels.attention import choose_attention
+from fsdp_tune.model.kernels.expert_kernels import request_experts
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.kept_precision import follow_names, keep_precision
 from fsdp_tune.model.loading.language_model import of_other_modalities
@@ -87,6 +88,7 @@ def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfi
     untie(recipe, config)
     tie_text(recipe, config)
     scale_positions(recipe, config)
+    request_experts(recipe, config)
     config.use_cache = False
     return config
 

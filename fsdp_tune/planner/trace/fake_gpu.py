@@ -312,11 +312,20 @@ def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | Non
     return recipe, model
 
 
+NOT_TRACED = {
+    "eager": "starts a product for each expert that a token chose",
+    "sonicmoe": "runs kernels that it downloads",
+}
+
+
 def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
     kernel = attention(recipe, config)
     if kernel == "flex_attention":
         message = f"`model.attn_implementation: {kernel}` computes only in compiled code, which is not traced"
         raise usage_error("trace-failed", message, hint="with `sdpa` the step is predicted, with a mask where rows are packed")
+    if recipe.kernels.experts in NOT_TRACED:
+        message = f"`kernels.experts: {recipe.kernels.experts}` {NOT_TRACED[recipe.kernels.experts]}, which is not traced"
+        raise usage_error("trace-failed", message, hint="with `grouped_mm` the step is predicted; it computes the same products")
     if not has_variable_lengths(kernel):
         return recipe, build_empty(recipe, config, vocabulary=vocabulary)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.core.flash_kernels import flash_version
 from fsdp_tune.recipe.schema.keys import Finding, Rule, given
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
@@ -20,6 +21,7 @@ OLDEST_FP8_GPU = (8, 9)
 OLDEST_BF16_GPU = (8, 0)
 """Compute capability of Ampere, the first GPUs with tensor cores for bf16 and the oldest with FlashAttention."""
 _KEY, _RECIPE, _KERNEL = "precision.mixed_precision", "precision.fp8_recipe", "model.attn_implementation"
+_EXPERTS = "kernels.experts"
 
 
 def computes_in_fp8(recipe: Recipe) -> bool:
@@ -69,6 +71,34 @@ def flash_gpu_problem(recipe: Recipe, name: str, capability: tuple[int, int]) ->
     if flash is None or (reason := flash.against(name, capability)) is None:
         return None
     return Finding("flash-gpu-unsupported", (_KERNEL,), f"`{_KERNEL}: {kernel}`: {reason}", f"write `{_KERNEL}: auto`")
+
+
+def experts_gpu_problem(recipe: Recipe, name: str, capability: tuple[int, int]) -> Finding | None:
+    """Return the problem of a kernel for experts that has none for a GPU."""
+    requested = recipe.kernels.experts
+    if requested == "auto" or (reason := EXPERTS_KERNELS[requested].against(name, capability)) is None:
+        return None
+    return Finding("experts-gpu-unsupported", (_EXPERTS,), f"`{_EXPERTS}: {requested}`: {reason}", f"write `{_EXPERTS}: auto`")
+
+
+def experts_kernel(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse kernels for experts on devices, in dtypes and under a compiler that do not have them."""
+    requested = recipe.kernels.experts
+    if requested == "auto":
+        return
+    kernel, written = EXPERTS_KERNELS[requested], f"`{_EXPERTS}: {requested}`"
+    if kernel.generations and recipe.launch.device not in ("auto", "cuda"):
+        message = f"{written} has kernels for CUDA, and `launch.device` is {recipe.launch.device}"
+        yield Finding("contradiction", (_EXPERTS, "launch.device"), message, "leave `experts` at auto")
+    if kernel.generations and recipe.compute_dtype == "fp32":
+        message = f"{written} computes in 16 bits, and this recipe computes in fp32"
+        yield Finding("contradiction", (_EXPERTS, _KEY), message, "leave `experts` at auto, or write `mixed_precision: bf16`")
+    if recipe.kernels.compile and not kernel.compiles:
+        message = f"{written} loops over the experts that were chosen, which `kernels.compile: true` would compile for each set of them"
+        yield Finding("contradiction", (_EXPERTS, "kernels.compile"), message, "leave `experts` at auto")
+
+
+EXPERTS_RULES: tuple[Rule, ...] = (experts_kernel,)
 
 
 def slow_bf16(recipe: Recipe, name: str, capability: tuple[int, int]) -> Finding | None:
@@ -125,7 +155,12 @@ def sequence_limits(recipe: Recipe) -> Iterator[Finding]:
             recipe.kernels.compile and "`kernels.compile: true` (layers would be compiled with the exchange of tokens inside)",
             "leave `compile` out",
         ),
-        "precision.mixed_precision": (computes_in_fp8(recipe) and "`precision.mixed_precision: fp8`", "write `bf16`"),
+        _RECIPE: (
+            computes_in_fp8(recipe)
+            and recipe.precision.fp8_recipe == "tensorwise"
+            and f"`{_RECIPE}: tensorwise` (the scale of a token would depend on the other tokens of its rank)",
+            "write `fp8_recipe: rowwise`, which has a scale for each token",
+        ),
         "lora.lora_dropout": (
             dropout and f"`lora.lora_dropout: {dropout}` (a token's mask would depend on the rank that holds the token)",
             "write `lora_dropout: 0`",
@@ -170,6 +205,9 @@ def stream_needs_no_prepared_rows(recipe: Recipe) -> Iterator[Finding]:
         message = f"{_WHY}, and `training.per_device_train_batch_tokens` forms batches of all rows by length"
         keys = ("training.per_device_train_batch_tokens", _STREAMING)
         yield Finding("contradiction", keys, message, "use `data.packing: true`, which fills rows")
+    if data.drop_duplicates:
+        message = f"{_WHY}, and `data.drop_duplicates: true` compares all rows with each other"
+        yield Finding("contradiction", ("data.drop_duplicates", _STREAMING), message, "leave one of them out")
     if data.mixture.temperature != 1.0:
         message = f"{_WHY}, so the sizes of the sources, which `data.mixture.temperature` flattens, are unknown"
         yield Finding("contradiction", ("data.mixture.temperature", _STREAMING), message, "give each source a `weight`")

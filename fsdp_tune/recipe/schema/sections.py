@@ -266,6 +266,8 @@ class Data(Section):
     """Tokens of one row; longer rows follow `overlong`."""
     overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"
     """Handling of rows longer than max_length; auto = split for text, else truncate. Always counted."""
+    drop_duplicates: Annotated[bool, Effect(DATA, REFUSED)] = False
+    """Train rows with equal tokens and targets once, over all sources: the first stays. Always counted, except in streams."""
     packing: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Join examples into rows of `max_length`; no token attends across examples."""
     packing_strategy: Annotated[Literal["bfd", "wrapped"], Effect(DATA, REFUSED)] = "bfd"
@@ -392,6 +394,8 @@ class Kernels(Section):
     """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
     compile: bool = False
     """Compile each decoder layer separately with torch.compile; FSDP2 and DDP."""
+    experts: Literal["auto", "grouped_mm", "batched_mm", "eager", "sonicmoe"] = "auto"
+    """transformers' `experts_implementation`; auto = its own choice: grouped_mm, or eager for classes that have no other."""
     mlp_slice_tokens: Whole | None = None
     """Tokens of each row for which a decoder layer's MLP is computed at a time, so that its inner activations are small; null = all."""
 

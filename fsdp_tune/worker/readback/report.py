@@ -22,6 +22,7 @@ from fsdp_tune.core.units import MIB
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.kernels.compiled import is_compiled
+from fsdp_tune.model.kernels.expert_kernels import live_experts
 from fsdp_tune.model.kernels.liger import modules_of_liger
 from fsdp_tune.model.kernels.linear_layers import mlp_slices_of
 from fsdp_tune.model.kernels.loss_in_head import loss_kernel_of
@@ -64,6 +65,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
         micro_batch=trainer.parts.rows.micro_batch,
         attention=attention_of(loaded.model.config),
+        experts=sorted(live_experts(loaded.model)),
         parameters=loaded.size.parameters,
         trained_parameters=loaded.size.trained_parameters,
         model_bytes=loaded.size.parameter_bytes,

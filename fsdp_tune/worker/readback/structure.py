@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fsdp_tune.model.kernels.attention import choose_attention, stands_for
+from fsdp_tune.model.kernels.expert_kernels import KEY
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.records import LiveState
@@ -21,6 +22,7 @@ def structure_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> 
     kernel = choose_attention(recipe, loaded.model.config).value
     if kernel != "auto" and not stands_for(str(report.attention), kernel):
         found.append(f"attention: the recipe means {kernel!r}, the run has {report.attention!r}")
+    found += experts_differences(recipe, report)
     wanted_loss = recipe.kernels.loss if recipe.kernels.loss != "auto" else loaded.kernels["kernels.loss"].value
     if report.loss_kernel != wanted_loss:
         found.append(f"loss: the recipe means {wanted_loss!r}, the run has {report.loss_kernel!r}")
@@ -34,6 +36,14 @@ def structure_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> 
     if report.compiled_layers != wanted_compiled:
         found.append(f"compiled_layers: the recipe means {wanted_compiled} of {len(layers)}, the run has {report.compiled_layers}")
     return found + training_differences(recipe, loaded)
+
+
+def experts_differences(recipe: Recipe, report: LiveState) -> list[str]:
+    """Return a sentence if experts run another kernel than the recipe's, or than the one that was chosen when the model was built."""
+    chosen = report.kernels.get(KEY)
+    wanted = recipe.kernels.experts if recipe.kernels.experts != "auto" else chosen.value if chosen is not None else None
+    live = " and ".join(report.experts) or None
+    return [f"experts: the recipe means {wanted!r}, the run has {live!r}"] if live != wanted else []
 
 
 def _units(recipe: Recipe, layers: list[str], report: LiveState) -> list[str]:

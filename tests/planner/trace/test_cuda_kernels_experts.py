@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.planner.predict.derive import alike, at_micro_batch, prime_for
 from fsdp_tune.planner.trace.cuda_kernels import grouped_flops, grouped_product
+from fsdp_tune.planner.trace.fake_gpu import build_traced
 from fsdp_tune.planner.trace_format import DTYPES, Trace
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -70,6 +73,29 @@ def test_experts_whose_rows_cuda_refuses_are_planned_one_by_one() -> None:
     routed = 3 * TOKENS * CHOSEN
     flops = LAYERS * 3 * 2 * routed * (HIDDEN * 2 * 47 + 47 * HIDDEN)
     assert sum(each["flops"].sum() for each in products.values()) == flops
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sonicmoe"])
+def test_kernels_of_experts_that_fake_tensors_cannot_run_are_refused_by_name(kernel: str) -> None:
+    recipe = recipe_of({"from_config": FAMILIES["mixtral"]}, kernels={"experts": kernel})
+    with pytest.raises(FsdpTuneError, match=f"`kernels.experts: {kernel}` .*, which is not traced") as caught:
+        build_traced(recipe, model_config(recipe), None)
+    assert "grouped_mm" in str(caught.value.problems[0].hint)
+
+
+@pytest.mark.slow
+def test_products_of_experts_in_a_batch_are_planned_with_the_weights_of_each_token() -> None:
+    """`batched_mm` copies the matrices of its expert for each token and choice."""
+    recipe = recipe_of(
+        {"from_config": FAMILIES["mixtral"]},
+        precision={"mixed_precision": "bf16"},
+        data={"train": [{"path": "x"}], "max_length": TOKENS},
+        kernels={"experts": "batched_mm"},
+    )
+    trace = trace_of(recipe)
+    assert "_grouped_mm" not in trace.op_names
+    results = alive(trace, "activations", until=before(trace, "loss", step=1))
+    assert results[TOKENS * CHOSEN * HIDDEN * 2 * INNER * 2] >= LAYERS
 
 
 ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)

@@ -15,6 +15,8 @@ from fsdp_tune.recipe import resolve as resolving
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import ChosenKernel, LiveState
+from fsdp_tune.worker.readback.structure import experts_differences
 from tests.cuda.devices import on_devices
 from tests.model.recipes import recipe_of
 from tests.parity.bench import Bench
@@ -201,6 +203,31 @@ def test_run_with_wrong_live_state_is_stopped(name: str, bench: Bench) -> None:
 
 def test_every_sabotage_is_tested() -> None:
     assert {what for case in CASES.values() for what in case.messages} == SABOTAGE.keys()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "live", "is_right"),
+    [
+        ("eager", ["eager"], True),
+        ("eager", ["grouped_mm"], False),
+        ("auto", ["grouped_mm"], True),
+        ("auto", ["deepgemm"], False),
+        ("auto", [], False),
+    ],
+)
+def test_kernel_of_experts_is_that_of_the_recipe_or_of_the_choice(wanted: str, live: list[str], is_right: bool) -> None:
+    recipe = recipe_of({"from_config": {"model_type": "mixtral"}}, kernels={"experts": wanted})
+    chosen = {"kernels.experts": ChosenKernel(value="grouped_mm" if wanted == "auto" else wanted, reason="")}
+    found = experts_differences(recipe, LiveState(experts=live, kernels=chosen))
+    assert bool(found) is not is_right
+    assert experts_differences(recipe_of(), LiveState()) == [], "a dense model has none"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_readback_has_the_kernel_that_experts_run(bench: Bench) -> None:
+    document = document_of(short_run(bench, Case(architecture="mixtral"), {"kernels": {"experts": "eager"}}))
+    assert (document["experts"], document["kernels"]["kernels.experts"]["value"]) == (["eager"], "eager")
 
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
