@@ -81,6 +81,13 @@ def test_marks_have_their_run_and_a_resume_is_one(tmp_path: Path) -> None:
     assert [(mark.run, str(mark)) for mark in alone.marks] == [(None, "loss spike at step 10"), (None, "resumed at step 10")]
 
 
+def test_event_that_explains_a_resume_is_the_mark_of_it(tmp_path: Path) -> None:
+    changed = {"event": "recipe_changed", "step": 10, "changes": []}
+    started = {"event": "train_started", "step": 10, "total_steps": 20, "time": 1.0}
+    chart = by_title(charts_of([record(tmp_path / "one", [training_line(10), changed, started, started | {"step": 15}])]))["Loss"]
+    assert [(mark.step, mark.name) for mark in chart.marks] == [(10, "recipe changed"), (15, "resumed")]
+
+
 def test_many_marks_are_the_newest(tmp_path: Path) -> None:
     lines = [training_line(1), *({"event": "loss_spike", "step": step, "message": "high"} for step in range(1, 300))]
     chart = by_title(charts_of([record(tmp_path / "one", lines)]))["Loss"]

@@ -198,6 +198,7 @@
       if (values.length === 0) return [0, 1];
       const every = figure.querySelector(".every");
       const [low, high, outside] = extent(values, logarithmic || isPressed(figure, ".every"));
+      if (low === high && !logarithmic) return [low - (0.05 * Math.abs(low) || 1), high + (0.05 * Math.abs(high) || 1)]; // uPlot would begin at 0
       every.hidden = outside === 0 || logarithmic;
       every.title = `${outside} ${outside === 1 ? "value is" : "values are"} far from the others`;
       return logarithmic ? uPlot.rangeLog(low, high, 10, true) : uPlot.rangeNum(low, high, 0.08, true);
