@@ -139,7 +139,7 @@ def _rendered(
 def _title(runs: Sequence[RunRecord]) -> str:
     if len(runs) <= NAMED_RUNS:
         return ", ".join(run.label for run in runs)
-    return f"{len(runs)} runs in {parent}" if (parent := Path(_parent(runs)).name) else f"{len(runs)} runs"
+    return f"{len(runs)} runs in {Path(*Path(_parent(runs)).parts[-2:])}"
 
 
 def _parent(runs: Sequence[RunRecord]) -> str:
@@ -149,9 +149,9 @@ def _parent(runs: Sequence[RunRecord]) -> str:
 
 def _step_chart(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return what a step of each run is made of, for one stacked chart: `bars` on the scale of the longest, and the parts of the legend."""
-    bars = [(run.label, parts) for run in runs if (parts := step_parts(run))]
-    longest = max((sum(part.seconds for part in parts) for _, parts in bars), default=1.0)
-    names = list(dict.fromkeys(part.name for _, parts in bars for part in parts))
+    bars = [(at, run.label, parts) for at, run in enumerate(runs) if (parts := step_parts(run))]
+    longest = max((sum(part.seconds for part in parts) for _, _, parts in bars), default=1.0)
+    names = list(dict.fromkeys(part.name for _, _, parts in bars for part in parts))
     return {"bars": bars, "longest_seconds": longest, "part_names": names}
 
 

@@ -20,7 +20,7 @@ MODEL = {"from_config": {"model_type": "llama"}, "tokenizer": "builtin:arithmeti
 
 
 def lines_of(
-    steps: int, *, rate: float = 2e-5, every: int = 10, seed: int = 0, floor: float = 1.1, total: int | None = None, **fields: Any
+    steps: int, *, rate: float = 2e-5, every: int = 10, seed: int = 0, floor: float = 1.1, total: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the lines of a run up to a step: warmup and cosine decay to `total`, scattered losses, an evaluation every tenth line."""
     drawn, total = random.Random(seed), total or steps
@@ -48,7 +48,6 @@ def lines_of(
             peak_allocated_gib=61.2,
             peak_reserved_gib=66.9,
             peak_host_gib=31.4 + 0.4 * share,
-            **fields,
         )
         if number % 10 == 0:
             evaluation = loss + 0.05 + 0.25 * share * share

@@ -343,7 +343,15 @@
     for (const figure of figures) (plots.has(figure) ? redraw : start)(figure);
     if (figures.length === 0) document.documentElement.dataset.drawn = "0";
     if (ordered) sortRanking();
+    markRuns();
+    leaveRoom();
   }
+
+  /** A section that a link leads to begins below the legend, which stays in view. */
+  function leaveRoom() {
+    document.documentElement.style.scrollPaddingTop = `${(document.getElementById("controls")?.offsetHeight ?? 0) + 12}px`;
+  }
+  addEventListener("resize", leaveRoom);
 
   const resized = new ResizeObserver((entries) => {
     for (const { target } of entries) {
@@ -354,10 +362,15 @@
 
   /** Hides and shows runs on the whole page. */
   function showRuns() {
+    markRuns();
+    figures.forEach(draw);
+  }
+  /** In the legend and among the bars, which may be new. */
+  function markRuns() {
     for (const button of document.querySelectorAll("#controls .show")) {
       button.setAttribute("aria-pressed", String(!hiddenRuns.has(Number(button.dataset.run))));
     }
-    figures.forEach(draw);
+    for (const row of document.querySelectorAll(".bar-row")) row.hidden = hiddenRuns.has(Number(row.dataset.run));
   }
   function toggleRun(number) {
     if (!hiddenRuns.delete(number)) hiddenRuns.add(number);
