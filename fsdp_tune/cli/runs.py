@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 2.0
 SHOWN_STARTS = 8
+NAME_CHARACTERS = 16
+"""Of the name of a run that is complete in a table of runs in a narrow terminal."""
 SPIKE_ROWS = 8
 """Rows of a spike that `status` shows."""
 
@@ -97,13 +99,13 @@ def _show_answer(screen: Screen, answer: RunStatus | DirectoryStatus) -> None:
 
 STATE_ORDER = ("running", "starting or merging", "", "finished", "not started")
 """Order of the states in a table of runs; "": every other one, which are failures."""
-DROPPED_FIRST = ("memory", "tokens/s/device", "losses", "ends", "eval losses", "left", "eval loss", "loss")
+DROPPED_FIRST = ("memory", "tokens/s/device", "losses", "ends", "eval losses", "left", "eval loss", "loss", "step")
 """Columns of a table of runs that a terminal gets only if they fit, the least important first."""
 
 
 def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
-    """Print a row for each run, by state and then by loss. A terminal gets the columns that fit."""
-    now = time.time()
+    """Print a row for each run, by state and then by loss. A terminal gets the columns that fit, a narrow one short names."""
+    now, names = time.time(), _names(screen, runs)
     columns = ["run", "state", "step", "left", "ends", "loss", "eval loss", "best eval", "tokens/s/device", "memory"]
     columns += ["losses", "eval losses"] if screen.draws else []
     rows: list[list[str]] = []
@@ -111,7 +113,7 @@ def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
         of = f"/{run.total_steps:,}" if run.total_steps else ""
         peak, evaluation = run.peak_reserved_gib or run.peak_host_gib, run.evaluation
         cells = [
-            Path(run.run_dir).name,
+            names[run.run_dir],
             run.state,
             f"{run.step or 0:,}{of}",
             "" if run.seconds_left is None else format_seconds(run.seconds_left),
@@ -126,6 +128,16 @@ def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
         rows.append([*cells, *(trends if screen.draws else [])])
     kept = [at for at, name in enumerate(columns) if name in ("run", "state", "step", "loss") or any(row[at] for row in rows)]
     screen.table("", [columns[at] for at in kept], [[row[at] for at in kept] for row in rows], droppable=DROPPED_FIRST)
+
+
+def _names(screen: Screen, runs: Sequence[RunStatus]) -> dict[str, str]:
+    """Return the name of each run by its directory: in a narrow terminal the words of the names that differ."""
+    names = {run.run_dir: Path(run.run_dir).name for run in runs}
+    if not screen.is_narrow or max(map(len, names.values()), default=0) <= NAME_CHARACTERS:
+        return names
+    from fsdp_tune.pages.run_record import labels_of
+
+    return dict(zip(names, labels_of([Path(each) for each in names]), strict=True))
 
 
 def _order(run: RunStatus) -> tuple[int, float, float, str]:
@@ -315,7 +327,8 @@ def show_report(screen: Screen, done: RunReport) -> None:
         keys = [column.title for column in reversed(ranking.columns) if column.full]
         screen.table("", columns, rows, droppable=(*RANKING_DROPPED_FIRST, *keys))
         marked = "* best of its column" if any(cell.is_best for run in ranking.runs for cell in run.cells) else ""
-        hidden = f"{ranking.hidden_keys} more keys of the recipes differ" if ranking.hidden_keys else ""
+        count = ranking.hidden_keys
+        hidden = f"{count} more {'key' if count == 1 else 'keys'} of the recipes {'differs' if count == 1 else 'differ'}" if count else ""
         if notes := "; ".join(part for part in (marked, hidden) if part):
             screen.message(notes)
     else:

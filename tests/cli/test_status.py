@@ -7,7 +7,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -97,6 +98,16 @@ def test_runs_of_a_directory_are_ordered_by_state(tmp_path: Path) -> None:
     states = ["not started", "finished", "hang", "starting or merging", "running"]
     ordered = sorted((replace(run, state=state, loss=float(at)) for at, state in enumerate(states)), key=runs._order)
     assert [each.state for each in ordered] == ["running", "starting or merging", "hang", "finished", "not started"]
+
+
+def test_long_names_of_runs_are_shortened_in_a_narrow_terminal(tmp_path: Path) -> None:
+    run = run_status(RunDir(run_in(tmp_path, "a")))
+    found = [replace(run, run_dir=f"/runs/qwen3-8b-tulu3-{name}") for name in ("lr1e-5-seed0", "lr2e-5-seed0")]
+    narrow, wide = (cast(Screen, SimpleNamespace(is_narrow=is_narrow)) for is_narrow in (True, False))
+    assert list(runs._names(narrow, found).values()) == ["lr1e-5", "lr2e-5"]
+    assert list(runs._names(wide, found).values()) == ["qwen3-8b-tulu3-lr1e-5-seed0", "qwen3-8b-tulu3-lr2e-5-seed0"]
+    short = [replace(run, run_dir=f"/runs/sft-{name}") for name in "ab"]
+    assert list(runs._names(narrow, short).values()) == ["sft-a", "sft-b"]
 
 
 def test_status_has_last_and_best_evaluation_loss_and_paths_last(tmp_path: Path) -> None:
