@@ -205,6 +205,7 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     if len(runs) > 1:
         kinds = [(replace(kind, title=_title(kind, name, own)), [name]) for kind, own in kinds for name in own]
     marks = [mark for at, run in enumerate(runs) for mark in _marks(run, at if len(runs) > 1 else None)]
+    marks.sort(key=lambda mark: mark.step)
     return [_chart(kind, own, runs, curves, marks) for kind, own in kinds if own]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,20 @@ def test_spike_does_not_flatten_the_axis_unless_all_values_are_wanted(tmp_path: 
         click(window, switch)
         window.wait_for("document.querySelector('figure[data-key=\"Loss\"]').dataset.axis.includes('500')")
         assert window.value("document.querySelector('figure[data-key=\"Learning rate\"] .every').hidden") is True
+
+
+def test_run_that_diverges_does_not_flatten_the_others_and_one_that_is_always_elsewhere_is_shown(tmp_path: Path) -> None:
+    def run(name: str, loss: Callable[[int], float]) -> RunDir:
+        return written(tmp_path / name, [training_line(step, loss(step)) for step in range(1, 101)])
+
+    near = [run(name, lambda step: 2.5 - step / 100 + step % 3 / 50) for name in ("sft-a", "sft-b", "sft-c")]
+    diverging = [run(name, lambda step: 2.5 - step / 100 if step < 70 else 1.0 * step) for name in ("sft-d", "sft-e")]
+    with drawn(tmp_path, [*near, *diverging]) as window:
+        assert max(float(label) for label in of(window, "Loss", "axis") if label) < 5
+        assert window.value("document.querySelector('figure[data-key=\"Loss\"] .every').title") == "62 values are far from the others"
+    (tmp_path / "other").mkdir()
+    with drawn(tmp_path / "other", [*near, run("sft-f", lambda step: 50 + step / 100)]) as window:
+        assert max(float(label) for label in of(window, "Loss", "axis") if label) >= 50
 
 
 def test_marks_have_names_and_the_colour_of_their_run(tmp_path: Path) -> None:
