@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from fsdp_tune.run.job_files import JobStart
 
 WATCH_SECONDS = 2.0
-SHOWN_STARTS = 8
-NAME_CHARACTERS = 16
-"""Of the name of a run that is complete in a table of runs in a narrow terminal."""
-SPIKE_ROWS = 8
-"""Rows of a spike that `status` shows."""
+SHOWN_ROWS = 8  # of starts, and of a spike
 
 
 @verb
@@ -105,15 +101,20 @@ DROPPED_FIRST = ("memory", "tokens/s/device", "losses", "ends", "eval losses", "
 
 def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
     """Print a row for each run, by state and then by loss. A terminal gets the columns that fit, a narrow one short names."""
-    now, names = time.time(), _names(screen, runs)
+    now, ordered = time.time(), sorted(runs, key=_order)
+    names = [Path(run.run_dir).name for run in ordered]
+    if screen.is_narrow and len(runs) > 1:
+        from fsdp_tune.pages.run_record import labels_of
+
+        names = labels_of([Path(run.run_dir) for run in ordered])
     columns = ["run", "state", "step", "left", "ends", "loss", "eval loss", "best eval", "tokens/s/device", "memory"]
     columns += ["losses", "eval losses"] if screen.draws else []
     rows: list[list[str]] = []
-    for run in sorted(runs, key=_order):
+    for name, run in zip(names, ordered, strict=True):
         of = f"/{run.total_steps:,}" if run.total_steps else ""
         peak, evaluation = run.peak_reserved_gib or run.peak_host_gib, run.evaluation
         cells = [
-            names[run.run_dir],
+            name,
             run.state,
             f"{run.step or 0:,}{of}",
             "" if run.seconds_left is None else format_seconds(run.seconds_left),
@@ -128,16 +129,6 @@ def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
         rows.append([*cells, *(trends if screen.draws else [])])
     kept = [at for at, name in enumerate(columns) if name in ("run", "state", "step", "loss") or any(row[at] for row in rows)]
     screen.table("", [columns[at] for at in kept], [[row[at] for at in kept] for row in rows], droppable=DROPPED_FIRST)
-
-
-def _names(screen: Screen, runs: Sequence[RunStatus]) -> dict[str, str]:
-    """Return the name of each run by its directory: in a narrow terminal the words of the names that differ."""
-    names = {run.run_dir: Path(run.run_dir).name for run in runs}
-    if not screen.is_narrow or max(map(len, names.values()), default=0) <= NAME_CHARACTERS:
-        return names
-    from fsdp_tune.pages.run_record import labels_of
-
-    return dict(zip(names, labels_of([Path(each) for each in names]), strict=True))
 
 
 def _order(run: RunStatus) -> tuple[int, float, float, str]:
@@ -249,7 +240,7 @@ def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
 def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:
     """Print the newest starts by a cluster's engine, with what each added."""
     rows: list[list[str]] = []
-    for each in starts[-SHOWN_STARTS:]:
+    for each in starts[-SHOWN_ROWS:]:
         began = time.strftime("%m-%d %H:%M", time.localtime(each.started_at))
         lasted = "" if each.ended_at is None else format_seconds(each.ended_at - each.started_at)
         steps = f"{each.first_step:,} → {'' if each.last_step is None else f'{each.last_step:,}'}"
@@ -270,12 +261,12 @@ def _show_spike(screen: Screen, spike: Spike) -> None:
             f"{row.step}/{row.rank}/{row.micro_batch}",
             "" if row.loss is None else f"{row.loss:.4f}",
         ]
-        for row in spike.rows[:SPIKE_ROWS]
+        for row in spike.rows[:SHOWN_ROWS]
     ]
     screen.table("", ["row", "tokens", "step/rank/micro-batch", "loss"], rows)
-    named = f"`--json` names {len(spike.rows):,}" if len(spike.rows) > SPIKE_ROWS else "all named"
+    named = f"`--json` names {len(spike.rows):,}" if len(spike.rows) > SHOWN_ROWS else "all named"
     hint = "`train --skip-rows FILE` leaves rows out"
-    screen.message(f"{min(len(spike.rows), SPIKE_ROWS)} of {spike.rows_total:,} rows ({named}); {hint}")
+    screen.message(f"{min(len(spike.rows), SHOWN_ROWS)} of {spike.rows_total:,} rows ({named}); {hint}")
 
 
 @verb
@@ -327,8 +318,7 @@ def show_report(screen: Screen, done: RunReport) -> None:
         keys = [column.title for column in reversed(ranking.columns) if column.full]
         screen.table("", columns, rows, droppable=(*RANKING_DROPPED_FIRST, *keys))
         marked = "* best of its column" if any(cell.is_best for run in ranking.runs for cell in run.cells) else ""
-        count = ranking.hidden_keys
-        hidden = f"{count} more {'key' if count == 1 else 'keys'} of the recipes {'differs' if count == 1 else 'differ'}" if count else ""
+        hidden = f"keys of the recipes that differ and are not shown: {ranking.hidden_keys}" if ranking.hidden_keys else ""
         if notes := "; ".join(part for part in (marked, hidden) if part):
             screen.message(notes)
     else:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,14 +100,21 @@ def test_runs_of_a_directory_are_ordered_by_state(tmp_path: Path) -> None:
     assert [each.state for each in ordered] == ["running", "starting or merging", "hang", "finished", "not started"]
 
 
-def test_long_names_of_runs_are_shortened_in_a_narrow_terminal(tmp_path: Path) -> None:
+def test_names_of_runs_are_shortened_to_what_differs_in_a_narrow_terminal(tmp_path: Path) -> None:
     run = run_status(RunDir(run_in(tmp_path, "a")))
     found = [replace(run, run_dir=f"/runs/qwen3-8b-tulu3-{name}") for name in ("lr1e-5-seed0", "lr2e-5-seed0")]
-    narrow, wide = (cast(Screen, SimpleNamespace(is_narrow=is_narrow)) for is_narrow in (True, False))
-    assert list(runs._names(narrow, found).values()) == ["lr1e-5", "lr2e-5"]
-    assert list(runs._names(wide, found).values()) == ["qwen3-8b-tulu3-lr1e-5-seed0", "qwen3-8b-tulu3-lr2e-5-seed0"]
-    short = [replace(run, run_dir=f"/runs/sft-{name}") for name in "ab"]
-    assert list(runs._names(narrow, short).values()) == ["sft-a", "sft-b"]
+
+    def names(*, is_narrow: bool) -> list[str]:
+        shown = list[str]()
+
+        def table(_: str, __: Sequence[str], rows: Sequence[Sequence[str]], **___: object) -> None:
+            shown.extend(row[0] for row in rows)
+
+        runs.show_runs(cast(Screen, SimpleNamespace(is_narrow=is_narrow, draws=False, table=table)), found)
+        return shown
+
+    assert names(is_narrow=True) == ["lr1e-5", "lr2e-5"]
+    assert names(is_narrow=False) == ["qwen3-8b-tulu3-lr1e-5-seed0", "qwen3-8b-tulu3-lr2e-5-seed0"]
 
 
 def test_status_has_last_and_best_evaluation_loss_and_paths_last(tmp_path: Path) -> None:
