@@ -46,7 +46,10 @@ class ScreenBar:
             self._changed()
 
     def at(self, done: int, detail: str = "", trend: Sequence[float] = ()) -> None:
-        """Set the number of finished units, the text next to the bar, and the numbers of a sparkline, newest last."""
+        """Set the number of finished units, the text next to the bar, and the numbers of a sparkline, newest last.
+
+        Fields of the text that two spaces separate are shown as far as they fit.
+        """
         with self._lock:
             self._done, self._detail, self._trend, self._updated = done, detail, tuple(trend), time.monotonic()
             self._changed()
@@ -141,7 +144,7 @@ class SilentBar(PlainBar):
 
 
 class LiveBar(ScreenBar):
-    """One line, redrawn ten times a second: count, time left, detail, and as far as they fit a sparkline and a bar.
+    """One line, redrawn ten times a second: count, time left, and those of detail, end, sparkline and bar that fit.
 
     rich colours it where the terminal has colours and `NO_COLOR` is not set.
     """
@@ -178,7 +181,7 @@ class LiveBar(ScreenBar):
         for field in self._counted() if self._total is not None or self._done else self._phase_alone():
             gap = "  " if line else ""
             if gap and line.cell_len + len(gap) + field.cell_len > self._console.width:
-                break
+                continue
             line.append(gap).append_text(field)
         return line
 
@@ -200,7 +203,7 @@ class LiveBar(ScreenBar):
             fields.append(Text(f"{self._phase} {format_seconds(time.monotonic() - self._phase_began)}", "cyan"))
         elif left := self.left():
             fields.append(Text(left))
-        fields += [Text(text) for text in (self._detail, "" if self._phase else self.end()) if text]
+        fields += [Text(text) for text in (*self._detail.split("  "), "" if self._phase else self.end()) if text]
         if not self._draws:
             return fields
         if drawn := trend(self._trend, is_narrow=is_narrow):

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from fsdp_tune.run.job_files import JobStart
 
 WATCH_SECONDS = 2.0
-SHOWN_STARTS = 8
-SPIKE_ROWS = 8
-"""Rows of a spike that `status` shows."""
+SHOWN_ROWS = 8  # of starts, and of a spike
 
 
 @verb
@@ -97,21 +95,26 @@ def _show_answer(screen: Screen, answer: RunStatus | DirectoryStatus) -> None:
 
 STATE_ORDER = ("running", "starting or merging", "", "finished", "not started")
 """Order of the states in a table of runs; "": every other one, which are failures."""
-DROPPED_FIRST = ("memory", "tokens/s/device", "losses", "ends", "eval losses", "left", "eval loss", "loss")
+DROPPED_FIRST = ("memory", "tokens/s/device", "losses", "ends", "eval losses", "left", "eval loss", "loss", "step")
 """Columns of a table of runs that a terminal gets only if they fit, the least important first."""
 
 
 def show_runs(screen: Screen, runs: Sequence[RunStatus]) -> None:
-    """Print a row for each run, by state and then by loss. A terminal gets the columns that fit."""
-    now = time.time()
+    """Print a row for each run, by state and then by loss. A terminal gets the columns that fit, a narrow one short names."""
+    now, ordered = time.time(), sorted(runs, key=_order)
+    names = [Path(run.run_dir).name for run in ordered]
+    if screen.is_narrow and len(runs) > 1:
+        from fsdp_tune.pages.run_record import labels_of
+
+        names = labels_of([Path(run.run_dir) for run in ordered])
     columns = ["run", "state", "step", "left", "ends", "loss", "eval loss", "best eval", "tokens/s/device", "memory"]
     columns += ["losses", "eval losses"] if screen.draws else []
     rows: list[list[str]] = []
-    for run in sorted(runs, key=_order):
+    for name, run in zip(names, ordered, strict=True):
         of = f"/{run.total_steps:,}" if run.total_steps else ""
         peak, evaluation = run.peak_reserved_gib or run.peak_host_gib, run.evaluation
         cells = [
-            Path(run.run_dir).name,
+            name,
             run.state,
             f"{run.step or 0:,}{of}",
             "" if run.seconds_left is None else format_seconds(run.seconds_left),
@@ -239,7 +242,7 @@ def _show_mirror(screen: Screen, mirror: MirrorStatus) -> None:
 def _show_starts(screen: Screen, starts: Sequence[JobStart]) -> None:
     """Print the newest starts by a cluster's engine, with what each added."""
     rows: list[list[str]] = []
-    for each in starts[-SHOWN_STARTS:]:
+    for each in starts[-SHOWN_ROWS:]:
         began = time.strftime("%m-%d %H:%M", time.localtime(each.started_at))
         lasted = "" if each.ended_at is None else format_seconds(each.ended_at - each.started_at)
         steps = f"{each.first_step:,} → {'' if each.last_step is None else f'{each.last_step:,}'}"
@@ -260,12 +263,12 @@ def _show_spike(screen: Screen, spike: Spike) -> None:
             f"{row.step}/{row.rank}/{row.micro_batch}",
             "" if row.loss is None else f"{row.loss:.4f}",
         ]
-        for row in spike.rows[:SPIKE_ROWS]
+        for row in spike.rows[:SHOWN_ROWS]
     ]
     screen.table("", ["row", "tokens", "step/rank/micro-batch", "loss"], rows)
-    named = f"`--json` names {len(spike.rows):,}" if len(spike.rows) > SPIKE_ROWS else "all named"
+    named = f"`--json` names {len(spike.rows):,}" if len(spike.rows) > SHOWN_ROWS else "all named"
     hint = "`train --skip-rows FILE` leaves rows out"
-    screen.message(f"{min(len(spike.rows), SPIKE_ROWS)} of {spike.rows_total:,} rows ({named}); {hint}")
+    screen.message(f"{min(len(spike.rows), SHOWN_ROWS)} of {spike.rows_total:,} rows ({named}); {hint}")
 
 
 @verb
@@ -317,7 +320,7 @@ def show_report(screen: Screen, done: RunReport) -> None:
         keys = [column.title for column in reversed(ranking.columns) if column.full]
         screen.table("", columns, rows, droppable=(*RANKING_DROPPED_FIRST, *keys))
         marked = "* best of its column" if any(cell.is_best for run in ranking.runs for cell in run.cells) else ""
-        hidden = f"{ranking.hidden_keys} more keys of the recipes differ" if ranking.hidden_keys else ""
+        hidden = f"keys of the recipes that differ and are not shown: {ranking.hidden_keys}" if ranking.hidden_keys else ""
         if notes := "; ".join(part for part in (marked, hidden) if part):
             screen.message(notes)
     else:

@@ -56,6 +56,14 @@ def format_figure(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
+def format_short(value: float) -> str:
+    """Format with at most five significant digits, below 1e-3 with an exponent: `0.05`, `2e-5`, `1.5e6`."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        digits, _, exponent = f"{value:.4e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.5g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration: 3723.4 → `1h02m03s`."""
     whole = round(seconds)

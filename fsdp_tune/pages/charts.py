@@ -12,7 +12,7 @@ import numpy as np
 from fsdp_tune.core.units import format_figure
 from fsdp_tune.pages.metrics_table import Curve
 from fsdp_tune.pages.run_record import RunRecord
-from fsdp_tune.run.events import AnyEvent, TrainStarted
+from fsdp_tune.run.events import AnyEvent, MachinesChanged, RecipeChanged, Restarted, TrainStarted
 
 MAX_POINTS, MIN_POINTS = 2000, 50
 
@@ -27,6 +27,11 @@ MARKS = 100
 
 NAMED_SERIES = 6
 """Curves that the description of a chart for screen readers has with their numbers, and marks that are named below it."""
+
+
+RESUMED = "resumed"
+STARTING = {each.name.replace("_", " ") for each in (Restarted, MachinesChanged, RecipeChanged)}
+"""Marks of events after which the run starts again at their step."""
 
 
 LOSS_UNIT = "nats per token"
@@ -202,6 +207,7 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     if len(runs) > 1:
         kinds = [(replace(kind, title=_title(kind, name, own)), [name]) for kind, own in kinds for name in own]
     marks = [mark for at, run in enumerate(runs) for mark in _marks(run, at if len(runs) > 1 else None)]
+    marks.sort(key=lambda mark: mark.step)
     return [_chart(kind, own, runs, curves, marks) for kind, own in kinds if own]
 
 
@@ -232,8 +238,10 @@ def _part(name: str) -> str:
 
 
 def _marks(run: RunRecord, index: int | None) -> list[Mark]:
-    """Return the marked events of a run in the order of steps, each once a step."""
+    """Return the marked events of a run in the order of steps, each once a step. An event that explains a resume replaces it."""
     named = {(event.step, name) for event in run.metrics.events if event.step is not None and (name := _mark_name(event))}
+    explained = {step for step, name in named if name in STARTING}
+    named -= {(step, RESUMED) for step in explained}
     label = run.label if index is not None else ""
     return [Mark(step, name, index, label) for step, name in sorted(named)][-MARKS:]
 
@@ -241,7 +249,7 @@ def _marks(run: RunRecord, index: int | None) -> list[Mark]:
 def _mark_name(event: AnyEvent) -> str:
     """Return the name of a mark; empty for events without one. A start after step 0 is a resume, by hand or by the command."""
     if isinstance(event, TrainStarted):
-        return "resumed" if event.step else ""
+        return RESUMED if event.step else ""
     return event.name.replace("_", " ") if event.marks_curves else ""
 
 

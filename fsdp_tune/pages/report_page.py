@@ -10,6 +10,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import socket
 import threading
@@ -20,6 +21,7 @@ from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from itertools import groupby
+from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any, cast
 
@@ -52,7 +54,7 @@ SPIKE_ROWS = 100
 RESOLVED_RECIPES = 8
 """Runs whose every key is on the page; of more runs there are the differences."""
 NAMED_RUNS = 4
-"""Runs in the title."""
+"""Runs in the title. The title of more is their directory."""
 UNCOMPARED_KEYS = ("name", "output_dir")
 UNCOMPARED_FACTS = ("memory available",)
 
@@ -101,6 +103,7 @@ def _rendered(
     connect = "connect-src 'self'; " if is_live else ""
     return _template().render(
         title=_title(runs),
+        parent=_parent(runs) if count > 1 else "",
         written_at=written_at,
         version=__version__,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; {connect}script-src {' '.join(map(_digest, scripts))}",
@@ -109,6 +112,7 @@ def _rendered(
         scripts=scripts,
         licence=_uplot("LICENSE"),
         data=_inert(json.dumps([chart.as_json(limit) for chart in charts], ensure_ascii=False, allow_nan=False, separators=(",", ":"))),
+        first_marked=next((chart for chart in charts if chart.marks), None),
         groups=[(name, list(group)) for name, group in groupby(enumerate(charts), key=lambda each: each[1].group)],
         limit=limit,
         thinned=any(len(series.curve.steps) > limit for chart in charts for series in chart.series),
@@ -133,15 +137,21 @@ def _rendered(
 
 
 def _title(runs: Sequence[RunRecord]) -> str:
-    named = ", ".join(run.label for run in runs[:NAMED_RUNS])
-    return f"{named} and {len(runs) - NAMED_RUNS} more" if len(runs) > NAMED_RUNS else named
+    if len(runs) <= NAMED_RUNS:
+        return ", ".join(run.label for run in runs)
+    return f"{len(runs)} runs in {Path(*Path(_parent(runs)).parts[-2:])}"
+
+
+def _parent(runs: Sequence[RunRecord]) -> str:
+    """Return the closest directory that has all runs below it."""
+    return os.path.commonpath([run.run.path.absolute().parent for run in runs])
 
 
 def _step_chart(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return what a step of each run is made of, for one stacked chart: `bars` on the scale of the longest, and the parts of the legend."""
-    bars = [(run.label, parts) for run in runs if (parts := step_parts(run))]
-    longest = max((sum(part.seconds for part in parts) for _, parts in bars), default=1.0)
-    names = list(dict.fromkeys(part.name for _, parts in bars for part in parts))
+    bars = [(at, run.label, parts) for at, run in enumerate(runs) if (parts := step_parts(run))]
+    longest = max((sum(part.seconds for part in parts) for _, _, parts in bars), default=1.0)
+    names = list(dict.fromkeys(part.name for _, _, parts in bars for part in parts))
     return {"bars": bars, "longest_seconds": longest, "part_names": names}
 
 

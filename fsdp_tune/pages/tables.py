@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from fsdp_tune.core.secrets import mask_text
-from fsdp_tune.core.units import format_figure, format_seconds
+from fsdp_tune.core.units import format_bytes, format_figure, format_seconds
 from fsdp_tune.data.account import spread_indices
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
@@ -20,6 +20,7 @@ from fsdp_tune.run.events import AnyEvent, SamplesGenerated, SpikeEvent
 
 UNKNOWN = "–"
 EVENT_CHARACTERS = 4000
+WARNING_LEVELS = ("warning", "alarm")
 KEY_ROWS = 4
 """Runs that are columns of a table of keys."""
 
@@ -37,7 +38,8 @@ def summary_table(runs: Sequence[RunRecord]) -> Table:
     """Return one row for each figure of a single run; of several one row for each run, and one column for each figure that one has."""
     found = [(run, run.summary()) for run in runs]
     rows = {
-        "state": [str(each["state"]) for _, each in found],
+        "state": [str(each["state"]).replace("_", " ") for _, each in found],
+        "ended with": [str(each["problem"] or UNKNOWN) for _, each in found],
         "steps": [f"{each['steps']:,}{f' of {total:,}' if (total := each['total_steps']) else ''}" for _, each in found],
         "time in steps": [format_seconds(each["seconds_in_steps"]) for _, each in found],
         "tokens": [_count(each["tokens"]) for _, each in found],
@@ -47,7 +49,6 @@ def summary_table(runs: Sequence[RunRecord]) -> Table:
         "MFU": [_percent(each["mfu"], ", median") for _, each in found],
         "peak GPU memory, reserved": [_figure(each["peak_reserved_gib"], " GiB") for _, each in found],
         "peak host memory": [_figure(each["peak_host_gib"], " GiB") for _, each in found],
-        "ended with": [str(each["problem"] or UNKNOWN) for _, each in found],
         "differs from the recipe": ["; ".join(run.readback.differences) if run.readback else UNKNOWN for run in runs],
         "directory": [str(run.run.path) for run in runs],
     }
@@ -136,6 +137,8 @@ class RunEvents:
     label: str
     shown: Sequence[RunEvent]
     left_out: int
+    warnings: int
+    """Also among those that are not shown."""
 
 
 def events_of(run: RunRecord, limit: int) -> RunEvents:
@@ -143,7 +146,8 @@ def events_of(run: RunRecord, limit: int) -> RunEvents:
     events = [event for event in run.metrics.events if not isinstance(event, SamplesGenerated)]  # they have a section of their own
     rank = sorted(range(len(events)), key=lambda at: (events[at].level == "routine", -at))
     kept = [events[at] for at in sorted(rank[:limit])]
-    return RunEvents(run.label, [_event(event) for event in kept], len(events) - len(kept))
+    warnings = sum(event.level in WARNING_LEVELS for event in events)
+    return RunEvents(run.label, [_event(event) for event in kept], len(events) - len(kept), warnings)
 
 
 def _event(event: AnyEvent) -> RunEvent:
@@ -155,9 +159,11 @@ def _event(event: AnyEvent) -> RunEvent:
         for key, value in every.items()
         if key not in hidden and not (has_message and isinstance(value, str | int | float | None))
     }
-    text = "\n".join(part for part in (str(every.get("message", "")), *(_labelled(key, value) for key, value in details.items())) if part)
+    short = ", ".join(_labelled(key, value) for key, value in details.items() if not isinstance(value, list | dict))
+    long = [_labelled(key, value) for key, value in details.items() if isinstance(value, list | dict)]
+    text = "\n".join(part for part in (str(every.get("message", "")), short, *long) if part)
     step = f"{event.step:,}" if event.step is not None else UNKNOWN
-    return RunEvent(step, _time(event.time), event.name, mask_text(_cut(text, EVENT_CHARACTERS)), event.level in ("warning", "alarm"))
+    return RunEvent(step, _time(event.time), event.name, mask_text(_cut(text, EVENT_CHARACTERS)), event.level in WARNING_LEVELS)
 
 
 def spike_tables(runs: Sequence[RunRecord], limit: int) -> list[Table]:
@@ -194,6 +200,11 @@ def _time(seconds: float | None) -> str:
 
 
 def _labelled(key: str, value: JsonValue) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if key.endswith("_bytes"):
+            return f"{key.removesuffix('_bytes')}: {format_bytes(int(value))}"
+        if key == "seconds" or key.endswith("_seconds"):
+            return f"{key.removesuffix('seconds').rstrip('_') or 'time'}: {format_seconds(value)}"
     return f"{key}: {_detail(value)}".replace(": \n", ":\n")
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from fsdp_tune.core.atomic import STAGE_MARK
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import HeldError, Owner, live_owner, owned
@@ -344,8 +345,9 @@ def _near(path: Path) -> str | None:
 
 
 def runs_in(path: Path) -> list[RunDir]:
-    """Return the runs whose directories are in `path`, sorted by name."""
-    return [RunDir(inner) for inner in sorted(path.iterdir()) if RunDir(inner).is_used] if path.is_dir() else []
+    """Return the runs whose directories are in `path`, sorted by name, without those that are being created."""
+    found = [inner for inner in sorted(path.iterdir()) if STAGE_MARK not in inner.name] if path.is_dir() else []
+    return [RunDir(inner) for inner in found if RunDir(inner).is_used]
 
 
 def run_of(path: Path) -> RunDir | None:

@@ -188,6 +188,18 @@ def test_bar_has_a_sparkline_of_the_last_losses(columns: int, points: int, width
     assert (len(found[1]), found[1][0], found[1][-1], len(found[2])) == (points, "█", "▁", width)
 
 
+@pytest.mark.parametrize(("columns", "detail"), [(60, "loss 1.5"), (80, "loss 1.5  eval loss 1.6 (best 1.6)"), (64, "loss 1.5  ▁▂")])
+def test_bar_shows_the_fields_next_to_it_that_fit(columns: int, detail: str) -> None:
+    def program() -> None:
+        with command(False) as screen, screen.progress("training", None, "steps") as bar:
+            bar.start(0, 20_000)
+            bar.at(20_000, "loss 1.5  eval loss 1.6 (best 1.6)  ▁▂")
+
+    line = frames_on_a_terminal(program, columns)[-1]
+    assert line.startswith(f"training  20,000/20,000 steps  {detail}")
+    assert len(line) <= columns
+
+
 def test_bar_is_coloured_unless_no_color_is_set() -> None:
     assert "\x1b[32m" in written_to_a_terminal(falling_losses, 120)
     assert re.search(r"\x1b\[(\d+;)*3[0-7]m", written_to_a_terminal(falling_losses, 120, NO_COLOR="1")) is None

@@ -4,10 +4,11 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -97,6 +98,23 @@ def test_runs_of_a_directory_are_ordered_by_state(tmp_path: Path) -> None:
     states = ["not started", "finished", "hang", "starting or merging", "running"]
     ordered = sorted((replace(run, state=state, loss=float(at)) for at, state in enumerate(states)), key=runs._order)
     assert [each.state for each in ordered] == ["running", "starting or merging", "hang", "finished", "not started"]
+
+
+def test_names_of_runs_are_shortened_to_what_differs_in_a_narrow_terminal(tmp_path: Path) -> None:
+    run = run_status(RunDir(run_in(tmp_path, "a")))
+    found = [replace(run, run_dir=f"/runs/qwen3-8b-tulu3-{name}") for name in ("lr1e-5-seed0", "lr2e-5-seed0")]
+
+    def names(*, is_narrow: bool) -> list[str]:
+        shown = list[str]()
+
+        def table(_: str, __: Sequence[str], rows: Sequence[Sequence[str]], **___: object) -> None:
+            shown.extend(row[0] for row in rows)
+
+        runs.show_runs(cast(Screen, SimpleNamespace(is_narrow=is_narrow, draws=False, table=table)), found)
+        return shown
+
+    assert names(is_narrow=True) == ["lr1e-5", "lr2e-5"]
+    assert names(is_narrow=False) == ["qwen3-8b-tulu3-lr1e-5-seed0", "qwen3-8b-tulu3-lr2e-5-seed0"]
 
 
 def test_status_has_last_and_best_evaluation_loss_and_paths_last(tmp_path: Path) -> None:

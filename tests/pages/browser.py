@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,10 @@ os.dup2(103, 3), os.dup2(104, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """The browser reads commands from 3 and writes answers to 4."""
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu")
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-breakpad")
+HEIGHT = 900
+KEYS = {"Tab": (9, ""), "Enter": (13, "\r")}
+"""Code and text of a key."""
 
 
 class Browser:
@@ -33,11 +38,14 @@ class Browser:
         self._buffer, self._sent, self._session = b"", 0, {}
         self.problems: list[Any] = []
 
-    def open(self, url: str) -> None:
+    def open(self, url: str, *, width: int = 1280, scheme: str = "light") -> None:
+        """Open a page in a window of that width, which may be narrower than the browser's own can be. `scheme`: dark or light."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         for domain in ("Runtime", "Log", "Page"):
             self._call(f"{domain}.enable")
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=HEIGHT, deviceScaleFactor=1, mobile=width < 600)
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
@@ -46,6 +54,19 @@ class Browser:
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    def picture(self, file: Path, height: int = HEIGHT) -> None:
+        """Write the first `height` pixels of the page as PNG."""
+        width = self.value("innerWidth")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+    def key(self, name: str) -> None:
+        """Press and release a key."""
+        code, text = KEYS[name]
+        for kind in ("keyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code, text=text)
 
     def wait_for(self, expression: str, seconds: float = 60.0) -> None:
         """Wait until an expression in the page is true."""
@@ -85,13 +106,22 @@ class Browser:
         self._answers.close()
 
 
+def _wait_for_group(group: int, seconds: float = 10.0) -> None:
+    """Wait until no process of a killed group is left."""
+    until = time.monotonic() + seconds
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.killpg(group, 0)
+            time.sleep(0.05)
+
+
 @contextmanager
-def browser(folder: Path, width: int) -> Iterator[Browser]:
-    """A window of that width; the browser ends with the context."""
+def browser(folder: Path) -> Iterator[Browser]:
+    """Start a browser; it ends with the context."""
     (commands, write_end), (read_end, answers) = os.pipe(), os.pipe()
-    options = [*OPTIONS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900", "--remote-debugging-pipe", "about:blank"]
+    options = [*OPTIONS, f"--user-data-dir={folder / 'profile'}", "--remote-debugging-pipe", "about:blank"]
     command = [sys.executable, "-c", START, str(commands), str(answers), str(CHROMIUM), *options]
-    process = subprocess.Popen(command, pass_fds=(commands, answers), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, pass_fds=(commands, answers), stderr=subprocess.DEVNULL, start_new_session=True)
     os.close(commands)
     os.close(answers)
     found = Browser(read_end, write_end)
@@ -99,5 +129,7 @@ def browser(folder: Path, width: int) -> Iterator[Browser]:
         yield found
     finally:
         found.close()
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its renderers too
         process.wait()
+        _wait_for_group(process.pid)

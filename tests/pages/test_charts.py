@@ -77,8 +77,17 @@ def test_marks_have_their_run_and_a_resume_is_one(tmp_path: Path) -> None:
     chart = by_title(charts_of(runs))["Loss"]
     assert [(mark.step, mark.name, mark.run) for mark in chart.marks] == [(10, "loss spike", 1), (10, "resumed", 1)]
     assert chart.marks_in_words() == "loss spike at step 10 (two), resumed at step 10 (two)"
+    earlier = record(tmp_path / "three", [training_line(5), spike | {"step": 5}])
+    assert [mark.step for mark in by_title(charts_of([*runs, earlier]))["Loss"].marks] == [5, 10, 10]
     alone = by_title(charts_of(runs[1:]))["Loss"]
     assert [(mark.run, str(mark)) for mark in alone.marks] == [(None, "loss spike at step 10"), (None, "resumed at step 10")]
+
+
+def test_event_that_explains_a_resume_is_the_mark_of_it(tmp_path: Path) -> None:
+    changed = {"event": "recipe_changed", "step": 10, "changes": []}
+    started = {"event": "train_started", "step": 10, "total_steps": 20, "time": 1.0}
+    chart = by_title(charts_of([record(tmp_path / "one", [training_line(10), changed, started, started | {"step": 15}])]))["Loss"]
+    assert [(mark.step, mark.name) for mark in chart.marks] == [(10, "recipe changed"), (15, "resumed")]
 
 
 def test_many_marks_are_the_newest(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.pages.report_page import MAX_BYTES, report_page
 from fsdp_tune.pages.run_record import read_run
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Verdict
 from fsdp_tune.run.records import read_object
 from tests.pages.browser import CHROMIUM, OPTIONS
 from tests.pages.written import training_line, written
@@ -130,6 +132,32 @@ def test_run_without_metrics_has_a_page(tmp_path: Path) -> None:
     assert "name: written" in page
 
 
+def test_title_of_many_runs_is_their_directory(tmp_path: Path) -> None:
+    runs = [written(tmp_path / "sweep" / name) for name in "abcde"]
+    assert "<h1>a, b</h1>" in page_of(*runs[:2])
+    page = page_of(*runs)
+    assert f"<h1>5 runs in {tmp_path.name}/sweep</h1>" in page
+    assert f"in <code>{tmp_path / 'sweep'}</code>." in page
+
+
+def test_single_run_has_its_figures_and_the_problem_that_ended_it(tmp_path: Path) -> None:
+    run = written(tmp_path / "one", [training_line(10)])
+    assert "ended with" not in page_of(run)
+    problem = Problem("device-out-of-memory", "rank 5 ran out of GPU memory")
+    Verdict(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, 10, problem).write(run.outcome_json)
+    page = page_of(run)
+    assert re.findall(r"<dt>(.*?)</dt><dd[^>]*>(.*?)</dd>", page)[:2] == [
+        ("state", "out of memory"),
+        ("ended with", "rank 5 ran out of GPU memory"),
+    ]
+
+
+def test_marks_are_listed_once_a_page(tmp_path: Path) -> None:
+    spike = {"event": "loss_spike", "step": 10, "message": "high"}
+    page = page_of(written(tmp_path / "one", [training_line(10), spike, {"step": 10, "eval_loss": 2.0}]))
+    assert page.count("Dotted vertical lines: loss spike at step 10") == 1
+
+
 def test_differences_are_of_recipes_and_environments(tmp_path: Path) -> None:
     runs = [written(tmp_path / "one", learning_rate=1e-4), written(tmp_path / "two", learning_rate=2e-4, torch="2.14")]
     text = re.sub(r"\s+", " ", page_of(*runs))
@@ -177,7 +205,7 @@ def test_browser_draws_every_chart_without_errors(tmp_path: Path, width: int) ->
     """The script counts the charts whose drawing has ended; the data of others in the page run nothing."""
     page = page_of(hostile_run(tmp_path / "one"), written(tmp_path / "two", [training_line(step) for step in range(1, 200)]))
     found = drawn(page, tmp_path, width)
-    assert re.findall(r'<html lang="en" data-drawn="(\d+)"', found) == [str(page.count('<figure class="chart"'))] == ["11"]
+    assert re.findall(r'<html lang="en"[^>]* data-drawn="(\d+)"', found) == [str(page.count('<figure class="chart"'))] == ["11"]
     assert found.count("<canvas") == 11
 
 

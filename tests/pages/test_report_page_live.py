@@ -195,7 +195,7 @@ BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-bro
 def test_browser_takes_over_what_a_run_writes_without_a_reload(tmp_path: Path) -> None:
     """A reload would end the variable of the page, close the table, and show all steps."""
     growing = Growing(tmp_path / "one")
-    with serving(growing) as page, browser(tmp_path, 1280) as window:
+    with serving(growing) as page, browser(tmp_path) as window:
         window.open(page.url)
         window.wait_for("document.documentElement.dataset.drawn === '7'")
         window.value("window.sameDocument = 'yes'; document.querySelector('figure[data-key=Loss] details').open = true")
@@ -219,7 +219,7 @@ def test_browser_takes_over_what_a_run_writes_without_a_reload(tmp_path: Path) -
 @BROWSER
 def test_enlarged_part_stays_enlarged_and_whole_curves_grow(tmp_path: Path) -> None:
     growing = Growing(tmp_path / "one")
-    with serving(growing) as page, browser(tmp_path, 1280) as window:
+    with serving(growing) as page, browser(tmp_path) as window:
         window.open(page.url.replace("127.0.0.1", "localhost"))
         window.wait_for("document.documentElement.dataset.drawn === '7'")
         window.value("document.querySelector('figure[data-key=\"Waiting and updating\"] .field').click()")
@@ -250,7 +250,7 @@ def test_browser_says_why_the_page_is_not_current(tmp_path: Path) -> None:
             raise usage_error("not-a-run", "the run <b>moved</b>")
         return growing()
 
-    with browser(tmp_path, 800) as window:
+    with browser(tmp_path) as window:
         said = "document.querySelector('#live').textContent === "
         with serving(render) as page:
             window.open(page.url)

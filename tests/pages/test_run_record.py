@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fsdp_tune.core.atomic import stage_path
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.pages.run_record import RunReader, differences, labels_of, read_run
 from fsdp_tune.run import metrics_file
@@ -91,6 +93,7 @@ def test_differences_have_every_run_and_none_for_a_missing_key() -> None:
 
 def test_directory_that_is_no_run_names_the_runs_in_it(tmp_path: Path) -> None:
     run = written(tmp_path / "runs" / "one")
+    shutil.copytree(run.path, stage_path(tmp_path / "runs" / "two"))  # a run that is being created
     for path, hint in ((tmp_path / "runs", "the runs in it are one"), (run.path / "checkpoint-3", "give the run that contains it")):
         with pytest.raises(FsdpTuneError) as caught:
             existing_run(path)

@@ -78,8 +78,16 @@ def test_rows_of_spikes_are_a_table_and_not_in_the_events(tmp_path: Path) -> Non
 def test_events_without_message_show_their_fields_and_bad_times_are_unknown(tmp_path: Path) -> None:
     lines = [{"event": "halting", "step": 3, "time": 1e300, "reason": "SIGTERM", "count": 1234, "on": None}, {"event": "odd"}]
     first, second = events_of(record(tmp_path / "one", lines), 10).shown
-    assert (first.time, first.text) == ("–", "reason: SIGTERM\ncount: 1,234\non: null")
+    assert (first.time, first.text) == ("–", "reason: SIGTERM, count: 1,234, on: null")
     assert (second.step, second.text, second.is_warning) == ("–", "", False)
+
+
+def test_event_has_sizes_and_durations_in_units_on_one_line(tmp_path: Path) -> None:
+    saved = {"event": "checkpoint_saved", "step": 9, "time": 1.0, "seconds": 90.0, "stall_seconds": 0.71, "size_bytes": 3 << 30}
+    spike = {"event": "loss_spike", "step": 9, "message": "high"}
+    found = events_of(record(tmp_path / "one", [saved, spike]), 10)
+    assert found.shown[0].text == "time: 1m30s, stall: 0.7s, size: 3.00 GiB"
+    assert found.warnings == events_of(record(tmp_path / "two", [saved, spike]), 0).warnings == 1
 
 
 def test_routine_events_are_left_out_first(tmp_path: Path) -> None:

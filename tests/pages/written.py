@@ -53,12 +53,13 @@ def written(
         "launch": {"num_processes": 2, "device": "cpu"},
         "output_dir": str(folder),
     }
-    recipe = resolve(Recipe.model_validate(raw), Machine("cpu", 0, 8, None), cwd=folder.parent).recipe
+    resolution = resolve(Recipe.model_validate(raw), Machine("cpu", 0, 8, None), cwd=folder.parent)
+    recipe = resolution.recipe
     files = RunFiles(
         recipe_text=text,
         overrides=(),
         recipe=recipe,
-        reasons={"launch.device": "as written"},
+        reasons=resolution.reasons,
         plan=launch_plan(recipe, run),
         environment=Environment(versions={"torch": torch}, host={"name": "node", "memory_bytes": 64 << 30}, base=base),
         data=Prepared(data_key, "cache", "cache/train", {}, 889, 325, 319, DataReport.model_validate({"inputs": [SOURCE]}), []),

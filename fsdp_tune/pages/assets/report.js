@@ -15,8 +15,9 @@
   /** Pixels from the cursor within which it takes the step that most curves have. */
   const REACH = 8;
   const SHOWN_ROWS = 14;
-  /** A range that leaves out the outermost two percent at each end is taken if all values need this many times as much. */
+  /** A range that leaves out the outermost two percent of each curve at each end is taken if all values need this many times as much. */
   const RUINED = 2.5, OUTER = 0.02;
+  const ascending = (one, other) => one - other;
   const plots = new Map();
   const drawn = new Set();
   /** Numbers of the runs that are hidden on the whole page; of a page about one run, fields that are hidden by chart. */
@@ -166,24 +167,38 @@
     };
   }
 
-  /** The values of the shown curves between two steps, and of the levels, which uPlot does not know. */
+  /** The values of each shown curve between two steps, ascending, and of each level, which uPlot does not know. */
   function valuesBetween(figure, first, last) {
     const chart = chartOf(figure), [steps, ...values] = drawnData(chart);
-    const count = chart.series.length;
-    const found = chart.levels.filter((level) => !isHidden(figure, level.number)).map((level) => level.value);
-    values.forEach((own, index) => {
-      if (isHidden(figure, chart.series[index % count].number)) return;
-      own.forEach((value, at) => {
-        if (value != null && steps[at] >= first && steps[at] <= last) found.push(value);
-      });
-    });
-    return found.sort((one, other) => one - other);
+    const isShown = (number) => !isHidden(figure, number);
+    const levels = chart.levels.filter((level) => isShown(level.number)).map((level) => [level.value]);
+    const curves = values.filter((_, index) => isShown(chart.series[index % chart.series.length].number));
+    return [...levels, ...curves.map((own) => own.filter((value, at) => value != null && steps[at] >= first && steps[at] <= last).sort(ascending))]
+      .filter((own) => own.length > 0);
   }
 
-  /** Least and greatest value of the axis, and how many are outside of it: a few values far from all others would flatten the rest. */
-  function extent(values, isEvery) {
-    const least = values[0], most = values.at(-1);
-    const low = values[Math.floor(OUTER * (values.length - 1))], high = values[Math.ceil((1 - OUTER) * (values.length - 1))];
+  /** What an axis must show: of each curve all but its outermost values, and of a curve that leaves the others, such as a run that diverges, what is
+      near them. A curve of which a half is elsewhere is shown. */
+  function core(curves) {
+    const ranges = curves.map((own) => {
+      const last = own.length - 1;
+      return { low: own[Math.floor(OUTER * last)], high: own[Math.ceil((1 - OUTER) * last)], middle: own[Math.round(last / 2)] };
+    });
+    const half = (ranges.length - 1) / 2;
+    const low = ranges.map((range) => range.low).sort(ascending)[Math.ceil(half)];
+    const high = ranges.map((range) => range.high).sort(ascending)[Math.floor(half)];
+    const reach = high > low ? RUINED * (high - low) : Infinity;
+    return [
+      Math.min(...ranges.map((range) => (range.low < low - reach && range.middle >= low - reach ? low : range.low))),
+      Math.max(...ranges.map((range) => (range.high > high + reach && range.middle <= high + reach ? high : range.high))),
+    ];
+  }
+
+  /** Least and greatest value of the axis, and how many are outside of it: values that would flatten the rest. */
+  function extent(curves, isEvery) {
+    const values = curves.flat();
+    const least = Math.min(...curves.map((own) => own[0])), most = Math.max(...curves.map((own) => own.at(-1)));
+    const [low, high] = core(curves);
     const room = 0.5 * (high - low);
     const [from, to] = [Math.max(least, low - room), Math.min(most, high + room)];
     const isRuined = to > from && most - least > RUINED * (to - from);
@@ -194,12 +209,13 @@
   function range(figure, logarithmic) {
     return (plot) => {
       const { min, max } = plot.scales.x;
-      const values = valuesBetween(figure, min ?? -Infinity, max ?? Infinity);
-      if (values.length === 0) return [0, 1];
+      const curves = valuesBetween(figure, min ?? -Infinity, max ?? Infinity);
+      if (curves.length === 0) return [0, 1];
       const every = figure.querySelector(".every");
-      const [low, high, outside] = extent(values, logarithmic || isPressed(figure, ".every"));
+      const [low, high, outside] = extent(curves, logarithmic || isPressed(figure, ".every"));
       every.hidden = outside === 0 || logarithmic;
       every.title = `${outside} ${outside === 1 ? "value is" : "values are"} far from the others`;
+      if (low === high && !logarithmic) return [low - (0.05 * Math.abs(low) || 1), high + (0.05 * Math.abs(high) || 1)]; // uPlot would begin at 0
       return logarithmic ? uPlot.rangeLog(low, high, 10, true) : uPlot.rangeNum(low, high, 0.08, true);
     };
   }
@@ -225,6 +241,7 @@
       stroke: stroke(own.number),
       dash: dash(own.number),
       width: 1.5,
+      points: { fill: colour("--background") },
       ...more,
     });
     return {
@@ -342,7 +359,15 @@
     for (const figure of figures) (plots.has(figure) ? redraw : start)(figure);
     if (figures.length === 0) document.documentElement.dataset.drawn = "0";
     if (ordered) sortRanking();
+    markRuns();
+    leaveRoom();
   }
+
+  /** A section that a link leads to begins below the legend, which stays in view. */
+  function leaveRoom() {
+    document.documentElement.style.scrollPaddingTop = `${(document.getElementById("controls")?.offsetHeight ?? 0) + 12}px`;
+  }
+  addEventListener("resize", leaveRoom);
 
   const resized = new ResizeObserver((entries) => {
     for (const { target } of entries) {
@@ -353,10 +378,15 @@
 
   /** Hides and shows runs on the whole page. */
   function showRuns() {
+    markRuns();
+    figures.forEach(draw);
+  }
+  /** In the legend and among the bars, which may be new. */
+  function markRuns() {
     for (const button of document.querySelectorAll("#controls .show")) {
       button.setAttribute("aria-pressed", String(!hiddenRuns.has(Number(button.dataset.run))));
     }
-    figures.forEach(draw);
+    for (const row of document.querySelectorAll(".bar-row")) row.hidden = hiddenRuns.has(Number(row.dataset.run));
   }
   function toggleRun(number) {
     if (!hiddenRuns.delete(number)) hiddenRuns.add(number);
