@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
-from fsdp_tune.migrate.rules import FileKey
-from fsdp_tune.recipe.outcome import Ask, Outcome, Write
+from fsdp_tune.migrate.rules import FileKey, Outcome
+from fsdp_tune.recipe.outcome import Ask, Write
 
 
 def experts_kernel(key: FileKey) -> Outcome:
