@@ -437,13 +437,13 @@ def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
     wanted = recipe.merge.dtype
     own = options.dtype or (recipe.compute_dtype if wanted == "auto" else wanted)
     weights = options.base_weights or recipe.merge.base
-    if own == "keep" and recipe.quantization is not None and weights == "trained" and not exports:
+    if own == "keep" and recipe.nf4 is not None and weights == "trained" and not exports:
         raise usage_error(
             "merge-4-bits",
             "the trained weights of the base are in 4 bits, which `keep` cannot keep",
             ways_out=("write them in 16 bits: `--dtype bf16`", "add the adapter to the original weights: `--base-weights original`"),
         )
-    if run is not None and recipe.quantization is not None and (weights == "trained" or exports):
+    if run is not None and recipe.nf4 is not None and (weights == "trained" or exports):
         _require_base(run)
     return MergeSettings(
         output,
