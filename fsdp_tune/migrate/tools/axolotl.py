@@ -29,6 +29,7 @@ from fsdp_tune.migrate.general import (
 )
 from fsdp_tune.migrate.ledger import Fate, Ledger, Path, Weight
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
+from fsdp_tune.migrate.tools.emulated_quantisation import AXOLOTL_QAT
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
@@ -491,6 +492,7 @@ RULES: Rules = {
     "context_parallel_size": same("parallelism.sp_size"),
     "tensor_parallel_size": same("parallelism.tp_size"),
     "fsdp_version": same("fsdp.version"),
+    "qat": AXOLOTL_QAT,
     "resize_token_embeddings_to_32x": off_or("off", "the embedding grows to the tokenizer alone: `model: {resize_embeddings: true}`"),
     **_all(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }

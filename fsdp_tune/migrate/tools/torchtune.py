@@ -22,6 +22,7 @@ from fsdp_tune.migrate.general import (
     settle_all,
 )
 from fsdp_tune.migrate.ledger import Fate, Ledger, Path, Weight
+from fsdp_tune.migrate.tools.emulated_quantisation import TORCHTUNE_QAT
 
 COMPONENT = "_component_"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -353,6 +354,7 @@ RULES: Rules = {
     **dict.fromkeys(("log_peak_memory_stats", "log_level", "use_output_dir"), leave("memory is in every line of metrics.jsonl")),
     **dict.fromkeys(("low_cpu_ram", "memory_efficient_fsdp_wrap"), leave("no rank ever holds the whole model")),
     "resume_from_checkpoint": leave("it is `train --resume`"),
+    **TORCHTUNE_QAT,
     "fsdp_cpu_offload": by_synonym("fsdp_cpu_offload"),
     "clip_grad_norm": by_synonym("clip_grad_norm"),
 }

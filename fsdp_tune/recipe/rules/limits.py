@@ -313,6 +313,9 @@ def quantised_training_limits(recipe: Recipe) -> Iterator[Finding]:
         message = f"{what} with `lora:` is not supported: PEFT adds the adapter to quantised weights, and a merge quantises their sum"
         hint = "leave `lora:` out, or train an adapter on a quantised base: `quantization: {load: nf4}`"
         yield Finding("contradiction", (_TRAIN, "lora"), message, hint)
+    if recipe.merge.quantise and recipe.merge.dtype not in ("auto", "keep", "fp32", recipe.compute_dtype):
+        message = f"`merge.quantise: true` rounds weights of {recipe.compute_dtype}, and `merge.dtype: {recipe.merge.dtype}` has others"
+        yield Finding("contradiction", ("merge.dtype", "merge.quantise"), message, "leave `merge.dtype` out")
     if computes_in_fp8(recipe):
         message = f"{what} with `{_KEY}: fp8` is not supported: both replace the linear layers"
         yield Finding("contradiction", (_KEY, _TRAIN), message, "write `bf16`")

@@ -118,6 +118,7 @@ INACTIVE = (
         lambda recipe: recipe.quantised_training is None,
         "`quantization.train` is not set",
     ),
+    Inactive(("merge.quantise",), lambda recipe: recipe.quantised_training is None, "there is no `quantization.train`"),
     Inactive(("merge.adapter",), lambda recipe: recipe.lora is None, "there is no `lora:`"),
     Inactive(("model.revision",), lambda recipe: recipe.model.name_or_path is None, "there is no `model.name_or_path`"),
 )

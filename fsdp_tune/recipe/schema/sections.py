@@ -477,3 +477,5 @@ class Merge(Section):
     """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which are another model."""
     verify: MergeCheck = "quick"
     """How the merged directory is checked."""
+    quantise: Annotated[bool, Effect(RESULT, FREE)] = False
+    """Also write the model that `quantization.train` emulates, into RUN/merged-quantised, as transformers loads it with torchao."""
