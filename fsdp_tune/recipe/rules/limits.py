@@ -307,12 +307,12 @@ def quantised_training_limits(recipe: Recipe) -> Iterator[Finding]:
     if section.load is not None:
         message = f"{what} trains the weights, and `quantization.load: {section.load}` holds frozen ones in 4 bits"
         yield Finding("contradiction", (_TRAIN, "quantization.load"), message, "leave one of them out")
-    if section.group_size == 1:
-        yield Finding("wrong-value", ("quantization.group_size",), "`quantization.group_size: 1` is a scale for each weight", "write 32")
-    if recipe.lora is not None:
+    elif recipe.lora is not None:
         message = f"{what} with `lora:` is not supported: PEFT adds the adapter to quantised weights, and a merge quantises their sum"
         hint = "leave `lora:` out, or train an adapter on a quantised base: `quantization: {load: nf4}`"
         yield Finding("contradiction", (_TRAIN, "lora"), message, hint)
+    if section.group_size == 1:
+        yield Finding("wrong-value", ("quantization.group_size",), "`quantization.group_size: 1` is a scale for each weight", "write 32")
     if recipe.merge.quantise and recipe.merge.dtype not in ("auto", "keep", "fp32", recipe.compute_dtype):
         message = f"`merge.quantise: true` rounds weights of {recipe.compute_dtype}, and `merge.dtype: {recipe.merge.dtype}` has others"
         yield Finding("contradiction", ("merge.dtype", "merge.quantise"), message, "leave `merge.dtype` out")
