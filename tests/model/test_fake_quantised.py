@@ -37,7 +37,7 @@ def last_names(names: Any) -> set[str]:
     return {name.rsplit(".", 1)[-1] for name in names}
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "phi"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "phi"))])
 def test_only_layer_linears_are_quantised_and_parameters_stay(family: str) -> None:
     recipe = quantised({"from_config": FAMILIES[family], "freeze": ["*.0.*"]})
     model = build_empty(recipe)
@@ -82,13 +82,14 @@ def test_unusable_recipes_are_refused_before_a_rank_starts(recipe: Recipe, code:
     assert problem.hint
 
 
+@pytest.mark.slow
 def test_share_of_stacked_experts_is_reported() -> None:
     recipe = quantised("mixtral")
     (notice,) = quantised_notices(recipe, build_empty(recipe))
     assert notice.code == "qat-without-experts"
 
 
-@pytest.mark.parametrize("train", ["int4", "int8-int4"])
+@pytest.mark.parametrize("train", ["int4", pytest.param("int8-int4", marks=pytest.mark.slow)])
 def test_weights_are_rounded_as_converted_ones(train: str) -> None:
     """Also by hand: 15 steps over twice the largest magnitude of a group, and gradients that pass through."""
     from torchao.quantization import quantize_

@@ -30,7 +30,7 @@ def slow(case: Case) -> object:
 @pytest.mark.parametrize(
     "case",
     [
-        SHORT_INT8_INT4,
+        slow(SHORT_INT8_INT4),
         slow(SHORT_INT4),
         slow(replace(SHORT_INT4, ranks=1)),
         slow(replace(SHORT_INT8_INT4, ranks=1)),
@@ -84,6 +84,7 @@ def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Be
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_readback_reports_emulated_values(bench: Bench) -> None:
     """Seven linear layers in each of three decoder layers."""
     found = json.loads(bench.run(SHORT_INT8_INT4).readback_json.read_text())["quantised_training"]

@@ -28,6 +28,9 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 
 KEY, _GROUP, _LEFT = "quantization.train", "quantization.group_size", "quantization.modules_to_not_convert"
 
+_INT4: Any = vars(torch)["int4"]  # torch's type stubs lack it
+_PREPARE: Any = "prepare"
+
 
 @dataclass(frozen=True, slots=True)
 class QuantisedPlan:
@@ -141,8 +144,8 @@ def base_config(recipe: Recipe) -> Any:
     assert section is not None
     groups = PerGroup(section.group_size)
     if section.train == "int8-int4":
-        return Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=groups)
-    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups)
+        return Int8DynamicActivationIntxWeightConfig(weight_dtype=_INT4, weight_granularity=groups)
+    return IntxWeightOnlyConfig(weight_dtype=_INT4, granularity=groups)
 
 
 def prepare_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice]:
@@ -154,7 +157,7 @@ def prepare_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, Kerne
 
         names = plan_quantised(recipe, model).quantised
         fresh = {name: linear for name in names if not is_quantised(linear := model.get_submodule(name))}
-        quantize_(model, QATConfig(base_config(recipe), step="prepare"), filter_fn=lambda _, name: name in fresh)
+        quantize_(model, QATConfig(base_config(recipe), step=_PREPARE), filter_fn=lambda _, name: name in fresh)
         for name, linear in fresh.items():
             layer: Any = model.get_submodule(name)
             # On the meta device torchao makes new parameters, which are trained also where the old ones are frozen.

@@ -345,7 +345,7 @@ class Quantization(Section):
     def _train_holds_nothing(self) -> Quantization:
         """Give `load` its default with `train`, which trains the weights that `load` would freeze."""
         if self.train is not None and "load" not in self.model_fields_set:
-            self.__dict__["load"] = None
+            object.__setattr__(self, "load", None)  # sections are frozen
         return self
 
 

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -153,10 +153,11 @@ def emulate(model: Any, values: str, group_size: int) -> None:
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-    weights = IntxFakeQuantizeConfig(torch.int4, group_size=group_size, is_symmetric=True)
+    int4, prepare = vars(torch)["int4"], cast(Any, "prepare")
+    weights = IntxFakeQuantizeConfig(int4, group_size=group_size, is_symmetric=True)
     inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if values == "int8-int4" else None
     head = model.get_output_embeddings()
-    step = QATConfig(activation_config=inputs, weight_config=weights, step="prepare")
+    step = QATConfig(activation_config=inputs, weight_config=weights, step=prepare)
     quantize_(model, step, filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not head)
 
 
