@@ -92,14 +92,11 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     """
     started = time.monotonic()
     show = progress or _no_progress
-    selection = select_checkpoint(
-        weights_below(source), CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete)
-    )
+    choice = CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete)
+    selection = select_checkpoint(weights_below(source), choice)
     exports = options.adapter is True
-    settings = settle(selection, options)
+    settings = _settle(selection, options)
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
-    if settings.quantise:
-        check_quantised(settings.recipe, settings.output, settings.dtype, overwrite=options.overwrite)
     target = place.check_output(settings.output, selection, base)
     with place.writing_to(target):
         leftovers = place.bring_back(target)
@@ -147,6 +144,14 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         notices=tuple(notices),
         to_quantise=(settings.recipe, settings.max_shard_bytes) if settings.quantise and settings.recipe is not None else None,
     )
+
+
+def _settle(selection: Selection, options: MergeOptions) -> MergeSettings:
+    """Return the settings. Raises: usage error, also if the quantised model cannot be written."""
+    settings = settle(selection, options)
+    if settings.quantise:
+        check_quantised(settings.recipe, settings.output, settings.dtype, overwrite=options.overwrite)
+    return settings
 
 
 def _check_base_weights(options: MergeOptions, adapter: Adapter | None) -> None:
