@@ -173,7 +173,7 @@ def _bytes_below(root: Path) -> int:
 
 ENDED_PHASES = ("finished", "failed")
 TRAINING_PHASES = ("training", "forward", "backward", "optimizer step")
-_KERNEL_NAMES = {"model.attn_implementation": "attention"}
+_KERNEL_NAMES = {"quantization.train": "emulated", "model.attn_implementation": "attention"}
 """Keys that the kernels line does not name by their last word."""
 
 

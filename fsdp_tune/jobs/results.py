@@ -29,6 +29,7 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
 from fsdp_tune.merge.output_directory import RECORD_NAME, check_target, writing_to
 from fsdp_tune.merge.publish import HubTarget, Pushed, upload
+from fsdp_tune.merge.quantised import quantise_merged
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.rules.launch import MIRROR_URL
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -199,7 +200,13 @@ def _merge(source: Path, options: MergeOptions, observer: Observer, *, origin: s
     observer.phase("merging")
     result = merging.merge_checkpoint(source, options, observer.progress, origin=origin)
     observer.notices(result.notices)
-    return result
+    if result.to_quantise is None:
+        return result
+    observer.phase("quantising")
+    quantised = quantise_merged(result.output, *result.to_quantise)
+    size = format_bytes(quantised.size_bytes)
+    observer.message(f"the quantised model is in {quantised.path} ({size}); its logits differ by {quantised.difference:.1e} of their norm")
+    return replace(result, quantised=quantised)
 
 
 def _output(source: Path, options: MergeOptions) -> Literal["merged", "adapter", "both"]:

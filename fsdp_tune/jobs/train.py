@@ -491,9 +491,9 @@ def base_of(recipe: Recipe, facts: ModelFacts) -> BaseModel:
     """Return the identity of the base of an adapter for base.json."""
     base = describe_base(str(recipe.model.name_or_path), recipe.model.revision)
     base = replace(base, config_changes=facts.config_changes)
-    if recipe.quantization is None:
+    if recipe.nf4 is None:
         return base
-    return replace(base, nf4_weights=facts.nf4_weights, nf4_scales=recipe.quantization.scales)
+    return replace(base, nf4_weights=facts.nf4_weights, nf4_scales=recipe.nf4.scales)
 
 
 def _unreachable(what: str) -> Problem:

@@ -98,6 +98,13 @@ class MergeOptions:
         BaseWeights | None,
         Option("For a base in 4 bits: merge into its weights as they were trained, or as stored [default: the run's `merge.base`]."),
     ] = None
+    quantise: Annotated[
+        bool | None,
+        Option(
+            "Also write the model that `quantization.train` emulates, into OUTPUT-quantised [default: the run's `merge.quantise`].",
+            flags=("--quantise/--no-quantise",),
+        ),
+    ] = None
     overwrite: Annotated[bool, Option("Replace the output of an earlier merge, once the new one is complete.")] = False
     allow_incomplete: Annotated[bool, Option("Merge a checkpoint that is not complete; missing files are reported.")] = False
     allow_nonfinite: Annotated[bool, Option("Keep NaN and infinite weights; their tensors are reported.")] = False
@@ -110,6 +117,19 @@ class MergedAdapter(JsonAnswer):
     layers: int
     base: str | None
     base_weights: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedAnswer(JsonAnswer):
+    """The quantised model of a run with `quantization.train`."""
+
+    directory: str
+    layers: int
+    """Number of quantised linear layers."""
+    difference: float
+    """Norm of the difference between its logits and those of the trained model, over their norm."""
+    size_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +148,7 @@ class MergeAnswer(JsonAnswer):
     seconds: float
     verified: str
     adapter: MergedAdapter | None
+    quantised: QuantisedAnswer | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,12 @@ from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
 from fsdp_tune.merge.precision import find_kept
+from fsdp_tune.merge.quantised import QuantisedModel, check_quantised
 from fsdp_tune.merge.read.base import read_carried, record_of_base
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
 from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord
 
 _SHOWN = 20
@@ -54,6 +56,9 @@ class MergeResult:
     verified: MergeCheck
     adapter: Adapter | None = None
     notices: tuple[Notice, ...] = field(default=())
+    to_quantise: tuple[Recipe, int] | None = None
+    """Recipe and largest file in bytes, if the quantised model is to be written too."""
+    quantised: QuantisedModel | None = None
 
     @property
     def is_choice(self) -> bool:
@@ -75,6 +80,7 @@ class MergeResult:
             seconds=round(self.seconds, 3),
             verified=self.verified,
             adapter=MergedAdapter(**self.adapter.as_dict()) if self.adapter is not None else None,
+            quantised=self.quantised.as_answer() if self.quantised is not None else None,
         ).as_dict()
 
 
@@ -86,11 +92,10 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     """
     started = time.monotonic()
     show = progress or _no_progress
-    selection = select_checkpoint(
-        weights_below(source), CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete)
-    )
+    choice = CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete)
+    selection = select_checkpoint(weights_below(source), choice)
     exports = options.adapter is True
-    settings = settle(selection, options)
+    settings = _settle(selection, options)
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
     target = place.check_output(settings.output, selection, base)
     with place.writing_to(target):
@@ -137,7 +142,16 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         verified=settings.verify,
         adapter=adapter,
         notices=tuple(notices),
+        to_quantise=(settings.recipe, settings.max_shard_bytes) if settings.quantise and settings.recipe is not None else None,
     )
+
+
+def _settle(selection: Selection, options: MergeOptions) -> MergeSettings:
+    """Return the settings. Raises: usage error, also if the quantised model cannot be written."""
+    settings = settle(selection, options)
+    if settings.quantise:
+        check_quantised(settings.recipe, settings.output, settings.dtype, overwrite=options.overwrite)
+    return settings
 
 
 def _check_base_weights(options: MergeOptions, adapter: Adapter | None) -> None:

@@ -426,6 +426,7 @@ class MergeSettings:
     verify: MergeCheck
     recipe: Recipe | None
     base_weights: BaseWeights = "trained"
+    quantise: bool = False
 
 
 def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
@@ -445,20 +446,19 @@ def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
             )
         output = run.adapter if exports else run.merged
     if recipe is None:
-        most_bytes = options.max_shard_bytes or parse_bytes(Merge().max_shard_size)
-        return MergeSettings(
-            output, options.dtype or "keep", most_bytes, options.verify or "quick", None, options.base_weights or "trained"
-        )
+        most_bytes, check = options.max_shard_bytes or parse_bytes(Merge().max_shard_size), options.verify or "quick"
+        weights = options.base_weights or "trained"
+        return MergeSettings(output, options.dtype or "keep", most_bytes, check, None, weights, quantise=bool(options.quantise))
     wanted = recipe.merge.dtype
     own = options.dtype or (recipe.compute_dtype if wanted == "auto" else wanted)
     weights = options.base_weights or recipe.merge.base
-    if own == "keep" and recipe.quantization is not None and weights == "trained" and not exports:
+    if own == "keep" and recipe.nf4 is not None and weights == "trained" and not exports:
         raise usage_error(
             "merge-4-bits",
             "the trained weights of the base are in 4 bits, which `keep` cannot keep",
             ways_out=("write them in 16 bits: `--dtype bf16`", "add the adapter to the original weights: `--base-weights original`"),
         )
-    if run is not None and recipe.quantization is not None and (weights == "trained" or exports):
+    if run is not None and recipe.nf4 is not None and (weights == "trained" or exports):
         _require_base(run)
     return MergeSettings(
         output,
@@ -467,6 +467,7 @@ def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
         options.verify or recipe.merge.verify,
         recipe,
         weights,
+        quantise=recipe.merge.quantise and recipe.quantised_training is not None if options.quantise is None else options.quantise,
     )
 
 

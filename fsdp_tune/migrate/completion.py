@@ -175,12 +175,15 @@ def has_adapter(ledger: Ledger) -> bool:
     return adapter_switch(ledger) is True
 
 
+_OF_FROZEN_WEIGHTS = {("quantization",), ("quantization", "load"), ("quantization", "scales")}
+
+
 def _settle_adapter(ledger: Ledger) -> None:
     switch = adapter_switch(ledger)
     if switch:
         ledger.set(("lora",), {}, f"{ledger.tool} trains adapters unless its file says otherwise", Weight.DEFAULT)
         return
-    for target in [target for target in ledger.settings if target[0] in ("lora", "quantization")]:
+    for target in [target for target in ledger.settings if target[0] == "lora" or target[:2] in _OF_FROZEN_WEIGHTS]:
         if switch is None:
             name = _SWITCHES[ledger.tool][0]
             words = f"{ledger.tool} trains an adapter if `{name}` says so, which is not known here"

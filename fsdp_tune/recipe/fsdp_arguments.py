@@ -19,7 +19,7 @@ OWNED_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 def compiles(recipe: Recipe) -> bool:
     """Return whether ranks compile kernels: of the layers, of weights in 4 bits, or of an optimizer with low-bit moments."""
-    return recipe.kernels.compile or recipe.quantization is not None or state_bits(recipe.training) is not None
+    return recipe.kernels.compile or recipe.nf4 is not None or state_bits(recipe.training) is not None
 
 
 def environment(recipe: Recipe) -> dict[str, str]:

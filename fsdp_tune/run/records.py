@@ -195,6 +195,13 @@ class Fp8State(PartialFacts):
     """Weights that are gathered in fp8."""
 
 
+class QuantisedTrainingState(PartialFacts):
+    weights: dict[str, int] = Field(default_factory=dict[str, int])
+    """Linear layers of this rank's model that train with emulated quantisation, by the values of their weights: dtype and group."""
+    inputs: dict[str, int] = Field(default_factory=dict[str, int])
+    """Those whose inputs are rounded too, by dtype and the values that share a scale."""
+
+
 class PluginState(PartialFacts):
     """Fields of Accelerate's plugin, as text."""
 
@@ -254,6 +261,7 @@ class LiveState(PartialFacts):
     mlp_slice_tokens: list[int] = Field(default_factory=list[int])
     compiled_layers: int = 0
     fp8: Fp8State = Field(default_factory=Fp8State)
+    quantised_training: QuantisedTrainingState = Field(default_factory=QuantisedTrainingState)
     weights_loaded_by: str = ""
     process_groups: int = 0
     collective_limits_seconds: list[float] = Field(default_factory=list[float])

@@ -177,11 +177,13 @@ def _table(live: LiveState) -> list[str]:
     fp8 = live.fp8
     how = f"{', '.join(fp8.scales)} scales{', emulated' if fp8.emulated == [True] else ''}"
     in_fp8 = [f"read back: {fp8.linears} Linears compute in fp8 ({how}), {fp8.gathered} weights are gathered in it"]
+    emulated = [*live.quantised_training.weights, *(f"inputs {each}" for each in live.quantised_training.inputs)]
     return [
         f"read back: {live.wrapper}, {live.sharded} sharded tensors in {len(live.units)} units, {placement} over {mesh}, {dtypes}",
         f"read back: {live.trained_parameters:,} of {live.parameters:,} parameters trained, "
         f"attention {live.attention}, {kinds}, global batch {live.global_batch_size}",
         *(in_fp8 if fp8.linears else []),
+        *([f"read back: {sum(live.quantised_training.weights.values())} linear layers emulate {', '.join(emulated)}"] if emulated else []),
     ]
 
 

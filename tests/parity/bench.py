@@ -96,6 +96,7 @@ class Bench:
             "adapter": self.adapter(case) if case.lora else None,
             "model": self.model_in_4_bits(case.architecture, case.nf4) if case.nf4 else None,
             "groups": case.groups,
+            "quantised": case.quantised,
             "optimizer": optimizer if optimizer in ("muon", "adafactor") else "adamw",
             "label_smoothing": training.get("label_smoothing_factor", 0.0),
             "dft": training.get("loss") == "dft",
@@ -132,6 +133,9 @@ class Bench:
             recipe["lora"] = keys | {"adapter": str(self.adapter(case))}
         if case.nf4 is not None:
             recipe["quantization"] = {"scales": case.nf4}
+        if case.quantised is not None:
+            values, group_size = case.quantised
+            recipe["quantization"] = {"train": values, "group_size": group_size}
         run = self.written_run(recipe, packed=case.packed, folder=folder)
         if case.resumed != "no":
             runs.resume_from(run, self.run(case.donor()), case.saved_step)

@@ -54,6 +54,8 @@ class Case:
     """Keys of `lora:`; the run starts from an adapter whose B is not zero."""
     nf4: str | None = None
     """`quantization.scales`: the base is held in 4 bits."""
+    quantised: tuple[str, int] | None = None
+    """`quantization.train` and its `group_size`."""
     groups: tuple[tuple[str, float | None, float | None], ...] = ()
     """`training.parameter_groups`: (pattern, learning rate, weight decay)."""
     sequence: int = 1
@@ -145,6 +147,7 @@ class Case:
             groups=self.groups,
             lora=self.lora,
             nf4=self.nf4,
+            quantised=self.quantised,
             sequence=2 if self.resumed == "shared" else 1,
             steps=self.steps,
         )

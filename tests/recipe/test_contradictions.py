@@ -58,6 +58,15 @@ CONTRADICTIONS = [
     ("quantization: {load: nf4}", 3, "`lora:` is missing"),
     ("lora: {}\nquantization: {}\nmerge: {dtype: keep}", 5, "in 4 bits"),
     ("lora: {}\nquantization: {load: nf4, double_quant: true}", 4, "several ranks"),
+    ("quantization: {load: null}", 3, "quantises nothing"),
+    ("quantization: {train: fp8-int4}", 3, "rounds the gradients of its fp8 emulation"),
+    ("quantization: {train: nvfp4}", 3, "does not emulate NVFP4"),
+    ("lora: {}\nquantization: {load: nf4, train: int4}", 4, "holds frozen ones in 4 bits"),
+    ("quantization: {train: int4, group_size: 1}", 3, "a scale for each weight"),
+    ("lora: {}\nquantization: {train: int8-int4}", 4, "line 3"),
+    ("quantization: {train: int4}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
+    ("quantization: {train: int4}\nkernels: {mlp_slice_tokens: 512}", 4, "line 3"),
+    ("quantization: {train: int4}\nmerge: {quantise: true, dtype: fp16}", 4, "rounds weights of bf16"),
     ("launch: {device: cpu}\nkernels: {loss: liger}", 4, "for GPUs"),
     ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", 4, "loss scale"),
     ("training: {loss: dft, label_smoothing_factor: 0.1}", 3, "no single target"),
@@ -330,6 +339,9 @@ INACTIVE_EXAMPLES = [
     "launch: {shared_directory: false}",
     "launch: {device: cpu, enable_cpu_affinity: true}",
     "merge: {adapter: both}",
+    "merge: {quantise: true}",
+    "quantization: {train: int4, scales: bf16}",
+    "lora: {}\nquantization: {group_size: 16}",
 ]
 
 
@@ -364,6 +376,7 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
     ]
     recipes = [load(text).recipe for text in texts] + [load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe]
     never_here = {"data.shuffle_buffer_size", "merge.adapter", "training.hub_model_id"}  # none of the recipes streams, adapts or uploads
+    never_here |= {"quantization.scales", "quantization.group_size", "merge.quantise"}  # or quantises
     assert row.keys[0] in never_here or not all(row.when(recipe) for recipe in recipes)  # type: ignore[attr-defined]
 
 

@@ -29,6 +29,7 @@ from fsdp_tune.migrate.rules import (
     steps,
 )
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
+from fsdp_tune.migrate.tools.emulated_quantisation import AXOLOTL_QAT
 from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
@@ -418,6 +419,7 @@ RULES: Rules = {
     "tensor_parallel_size": same("parallelism.tp_size"),
     "fsdp_version": same("fsdp.version"),
     "dataset_exact_deduplication": same("data.drop_duplicates"),
+    "qat": AXOLOTL_QAT,
     "resize_token_embeddings_to_32x": off_or("off", "the embedding grows to the tokenizer alone: `model: {resize_embeddings: true}`"),
     **each(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }

@@ -28,6 +28,7 @@ from fsdp_tune.migrate.rules import (
     section,
     variable,
 )
+from fsdp_tune.migrate.tools.emulated_quantisation import TORCHTUNE_QAT
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
@@ -362,6 +363,7 @@ RULES: Rules = {
     **each(("log_peak_memory_stats", "log_level", "use_output_dir"), Drop("memory is in every line of metrics.jsonl")),
     **each(("low_cpu_ram", "memory_efficient_fsdp_wrap"), Drop("no rank ever holds the whole model")),
     "resume_from_checkpoint": Drop("it is `train --resume`"),
+    **TORCHTUNE_QAT,
     "fsdp_cpu_offload": by_synonym("fsdp_cpu_offload"),
     "clip_grad_norm": by_synonym("clip_grad_norm"),
 }

@@ -211,7 +211,7 @@ def quantise_layers(recipe: Recipe, model: PreTrainedModel) -> None:
 
     The head, embeddings, norms, routers and fused experts keep their dtype. Raises: usage error if nothing can be replaced.
     """
-    if recipe.quantization is None:
+    if recipe.nf4 is None:
         return
     chosen, left = plan_nf4(model, decoder_layers(model, recipe.layer_classes))
     if not chosen:
@@ -219,7 +219,7 @@ def quantise_layers(recipe: Recipe, model: PreTrainedModel) -> None:
         message = f"`{NF4_KEY}: nf4` finds nothing to hold in 4 bits in {type(model).__name__}: {f'`{name}`: ' if name else ''}{why}"
         raise usage_error("nf4-nothing-to-quantise", message, hint="leave `quantization` out, or train a model with other linear layers")
     for name, linear in chosen.items():
-        model.set_submodule(name, Nf4Linear(linear, SCALE_DTYPE[recipe.quantization.scales]))
+        model.set_submodule(name, Nf4Linear(linear, SCALE_DTYPE[recipe.nf4.scales]))
 
 
 def layers_in_4_bits(model: nn.Module) -> dict[str, Nf4Linear]:
@@ -228,8 +228,8 @@ def layers_in_4_bits(model: nn.Module) -> dict[str, Nf4Linear]:
 
 def describe_nf4(recipe: Recipe, model: PreTrainedModel) -> str:
     """Return what is held in 4 bits, what is not, with the reason, and the bytes of all frozen parameters."""
-    assert recipe.quantization is not None
-    bits = 4 + 8 * SCALE_DTYPE[recipe.quantization.scales].itemsize / NF4_BLOCK
+    assert recipe.nf4 is not None
+    bits = 4 + 8 * SCALE_DTYPE[recipe.nf4.scales].itemsize / NF4_BLOCK
     _, left = plan_nf4(model, decoder_layers(model, recipe.layer_classes))
     others = [f"{count} left, {why}" for why, count in Counter(left.values()).items()]
     frozen_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
@@ -239,7 +239,7 @@ def describe_nf4(recipe: Recipe, model: PreTrainedModel) -> str:
 
 def nf4_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
     """Return a notice if much of the decoder stays in 16 bits: fused experts are not linear layers."""
-    if recipe.quantization is None:
+    if recipe.nf4 is None:
         return []
     of_layers = [pair for name, layer in decoder_layers(model, recipe.layer_classes) for pair in layer.named_parameters(prefix=name)]
     in_4_bits = sum(elements(name, p) for name, p in of_layers if name.endswith(NF4_PACKED))

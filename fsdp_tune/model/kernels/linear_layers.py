@@ -205,7 +205,7 @@ def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
                 convert_to_float8_training(model, module_filter_fn=lambda _, name, names=names: name in names, config=config)
         if not recipe.is_sharded:
             for name in fresh:
-                model.get_submodule(name).register_forward_pre_hook(_as_autocast)
+                model.get_submodule(name).register_forward_pre_hook(cast_as_autocast)
     return chosen
 
 
@@ -222,7 +222,7 @@ def tokens_are_aligned(recipe: Recipe) -> bool:
     return recipe.data.pad_to_multiple_of % multiple == 0 and recipe.data.max_length % multiple == 0
 
 
-def _as_autocast(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def cast_as_autocast(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Cast the input as autocast would. Under DDP torchao only checks CUDA's autocast; the CPU and the planner's device need it too."""
     kind = args[0].device.type
     return (args[0].to(torch.get_autocast_dtype(kind)), *args[1:]) if torch.is_autocast_enabled(kind) else None

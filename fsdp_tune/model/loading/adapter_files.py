@@ -157,7 +157,7 @@ def check_base(recipe: Recipe, config_changes: Mapping[str, Any]) -> list[Notice
     now = describe_base(name, recipe.model.revision)
     if base.trained.differs_from(now):
         raise _wrong(folder, f"it was trained on other weights than those of {name}", "restore the weights that it was trained on")
-    scales = None if recipe.quantization is None else recipe.quantization.scales
+    scales = None if recipe.nf4 is None else recipe.nf4.scales
     if base.trained.nf4_scales != scales:
         before, held = base.describe_precision(), replace(base, trained=replace(now, nf4_scales=scales)).describe_precision()
         message = f"lora.adapter: {folder} was trained on a base in {before}, and the recipe holds it in {held}"

@@ -18,6 +18,7 @@ from fsdp_tune.core.units import KIB
 from fsdp_tune.model.active_parameters import active_parameters
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.kernels.compiled import compile_layers
+from fsdp_tune.model.kernels.fake_quantised import prepare_quantised
 from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.kernels.linear_layers import convert_to_fp8, require_gpu
 from fsdp_tune.model.loading.adapter_files import start_adapters
@@ -147,7 +148,7 @@ def _choose(recipe: Recipe, model: PreTrainedModel, files: WeightFiles | None) -
 
 def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool) -> tuple[dict[str, KernelChoice], UnitPlan]:
     """Apply all changes that must precede wrapping, each after those that it encloses. Return (kernels, units)."""
-    kernels = convert_to_fp8(recipe, model, device.type) | install_kernels(recipe, model, device.type)
+    kernels = convert_to_fp8(recipe, model, device.type) | prepare_quantised(recipe, model) | install_kernels(recipe, model, device.type)
     recompute_activations(recipe, model)
     if compiles:
         compile_layers(recipe, model)

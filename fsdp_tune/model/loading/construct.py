@@ -257,9 +257,9 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         require_filled(recipe, model, loading)
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             start_untied_head(model, loading["missing_keys"])
-        _settle(recipe, model, _constructed(recipe, config) if recipe.quantization is not None else None)
+        _settle(recipe, model, _constructed(recipe, config) if recipe.nf4 is not None else None)
     _finish(recipe, model, vocabulary)
-    if recipe.quantization is not None:  # trained parameters were read in fp32 too
+    if recipe.nf4 is not None:  # trained parameters were read in fp32 too
         kept = kept_in_fp32(model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and name not in kept:
@@ -273,7 +273,7 @@ def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedMod
     name, files = str(recipe.model.name_or_path), None
     options: dict[str, Any] = {
         # Rounded to bf16 first, some weights would get other codes in 4 bits.
-        "dtype": storage_dtype(recipe) if recipe.quantization is None else torch.float32,
+        "dtype": storage_dtype(recipe) if recipe.nf4 is None else torch.float32,
         "attn_implementation": attention(recipe, config),
         "low_cpu_mem_usage": True,
         "output_loading_info": True,

@@ -39,6 +39,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.adapters.nf4 import nf4_notices
     from fsdp_tune.model.kernels.attention import large_mask_notices
     from fsdp_tune.model.kernels.class_kernels import slow_kernel_notices
+    from fsdp_tune.model.kernels.fake_quantised import choose_quantised, quantised_notices
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.kernels.linear_layers import choose_fp8, fp8_notices
     from fsdp_tune.model.loading.adapter_files import check_base
@@ -75,8 +76,8 @@ def find_facts(recipe: Recipe) -> ModelInspection:
             problems += _optimizer_problems(recipe)
         device = str(recipe.launch.device)
         with collected(problems):
-            kernels = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
-            notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
+            kernels = choose_fp8(recipe, model) | choose_quantised(recipe, model) | choose_kernels(recipe, model, device)
+            notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device), *quantised_notices(recipe, model)]
             notices += [*slow_kernel_notices(model, kernels), *packing_notices(kernels.get("data.packing"))]
             notices += large_mask_notices(recipe, model.config, found.layers, kernels["model.attn_implementation"])
             found = found.model_copy(update={"kernels": kernels})
@@ -199,7 +200,7 @@ def _adapter(recipe: Recipe, model: Any) -> dict[str, Any]:
         "adapter_config": adapter_config(recipe, model),
         "adapter_tensors": {name_in_file(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "nf4_weights": tuple(name_in_base(f"{name}.weight") for name in layers_in_4_bits(model)),
-        "quantization": describe_nf4(recipe, model) if recipe.quantization is not None else None,
+        "quantization": describe_nf4(recipe, model) if recipe.nf4 is not None else None,
     }
 
 

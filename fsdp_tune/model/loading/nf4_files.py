@@ -46,7 +46,7 @@ def without_quantisation(config: PreTrainedConfig) -> None:
 def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Refuse stored weights that are quantised otherwise than the recipe loads them. Raises: usage error."""
     settings = _settings(config)
-    if not settings or (recipe.quantization is None and method_of(settings) in METHODS):
+    if not settings or (recipe.nf4 is None and method_of(settings) in METHODS):
         return
     method = str(method_of(settings))
     name = recipe.model.name_or_path
@@ -55,11 +55,11 @@ def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
             "int8" if settings.get("load_in_8bit") else settings.get("bnb_4bit_quant_type", "fp4") if method == "bitsandbytes" else method
         )
         raise _refused("model.name_or_path", f"the weights of {name} are quantised ({kind})", IN_16_BITS)
-    if recipe.quantization is None:
+    if recipe.nf4 is None:
         raise _refused(
             "model.name_or_path", f"the weights of {name} are in 4 bits (bitsandbytes)", "write `lora: {}` and `quantization: {}`"
         )
-    if recipe.quantization.scales != "fp32":
+    if recipe.nf4.scales != "fp32":
         raise _refused("quantization.scales", f"the weights of {name} have scales in fp32, which bf16 would round", "write `scales: fp32`")
     for key, is_set in (
         ("fsdp.version", recipe.fsdp.version == 1),

@@ -93,7 +93,7 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     layers = LAYERS.of(config.get_text_config()) or 0
     encodings = base.encodings()
     problems = [*unread_problems(encodings.unread, base.files)]
-    if recipe.quantization is not None and encodings.weights:
+    if recipe.nf4 is not None and encodings.weights:
         message = f"the weights of {recipe.model.name_or_path} are quantised ({method_of(base.quantisation)})"
         problems.append(Problem("model-quantised", message, Where(key="model.name_or_path"), IN_16_BITS))
     unread = {each.name for each in encodings.unread}

@@ -300,7 +300,7 @@ def other_trainings(search: Search, base: Recipe) -> list[PlannedRecipe]:
 
     Each has one sequence a forward and recomputes all layers. Parameters are offloaded only if neither fits without.
     """
-    trainings = [LORA, LORA | NF4] if base.lora is None else [NF4] if base.quantization is None else []
+    trainings = [] if base.quantization is not None else [NF4] if base.lora is not None else [LORA, LORA | NF4]
     found: list[PlannedRecipe] = []
     for offload in (False, True):
         found = list(_trainings(search, base, trainings, offload=offload))

@@ -27,6 +27,7 @@ from fsdp_tune.core.families import layer_types
 from fsdp_tune.model.internals.torch_internals import BACKEND_MODULE, HOST_VALUES, REGISTER_BACKEND
 from fsdp_tune.model.internals.transformers_internals import SUPPORTS_FLASH
 from fsdp_tune.model.kernels.attention import has_variable_lengths
+from fsdp_tune.model.kernels.fake_quantised import plan_quantised
 from fsdp_tune.model.kernels.linear_layers import plan_fp8
 from fsdp_tune.model.loading.construct import attention, build_empty
 from fsdp_tune.model.loading.positions import beyond_table_of_positions
@@ -368,7 +369,7 @@ def layer_signatures(recipe: Recipe, model: PreTrainedModel, groups: Sequence[tu
     """Return a signature of each decoder layer of the full model; layers with equal signatures do the same work.
 
     It contains shapes, dtypes and `requires_grad` of all tensors, classes and settings of all modules, and the recipe's changes to
-    the layer: recomputation, FSDP units (`groups`), modules that FSDP ignores, and modules that compute in fp8.
+    the layer: recomputation, FSDP units (`groups`), modules that FSDP ignores, modules in fp8, and quantised ones.
     """
     layers = decoder_layers(model, recipe.layer_classes)
     recomputed = {name for name, _ in checkpointed_layers(recipe, model)}
@@ -376,6 +377,7 @@ def layer_signatures(recipe: Recipe, model: PreTrainedModel, groups: Sequence[tu
         frozenset(name for group in groups for name in group),
         frozenset(ignored_module_names(recipe, model)) if recipe.is_sharded else frozenset[str](),
         frozenset(plan_fp8(recipe, model).converted) if computes_in_fp8(recipe) else frozenset[str](),
+        frozenset(plan_quantised(recipe, model).quantised) if recipe.quantised_training is not None else frozenset[str](),
     ]
     settings = [dict(_settings(layer)) for _, layer in layers]
     positions = {key for key in settings[0] if all(each.get(key) == index for index, each in enumerate(settings))} if settings else set()

@@ -23,6 +23,7 @@ from fsdp_tune.model import mixers
 from fsdp_tune.model.internals.torch_internals import FAKE_TENSOR_MODE, VERIFY_SHAPES
 from fsdp_tune.model.kernels import head
 from fsdp_tune.model.kernels.attention import has_variable_lengths
+from fsdp_tune.model.kernels.fake_quantised import prepare_quantised
 from fsdp_tune.model.kernels.linear_layers import convert_to_fp8
 from fsdp_tune.model.kernels.varlen import varlen_rows
 from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
@@ -104,7 +105,8 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> R
         micro_batch = recipe.training.per_device_train_batch_size
         recorder = Recorder(fake_gpu.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile)
         on_fake_device(model, where)
-        convert_to_fp8(recipe, model, fake_gpu.DEVICE)  # before `Names.of`, since it replaces modules
+        convert_to_fp8(recipe, model, fake_gpu.DEVICE)  # before `Names.of`, since they replace modules
+        prepare_quantised(recipe, model)
         bare = Names.of(recipe, model)
         recorder.windows = () if has_masks else attention_windows(recipe, model)
         sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None

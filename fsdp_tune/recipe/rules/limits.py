@@ -312,7 +312,10 @@ def _of_parameters(recipe: Recipe, lora: Lora) -> Iterator[Finding]:
 
 
 def quantization_limits(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.quantization is None:
+    if recipe.quantization is not None and recipe.quantization.load is None and recipe.quantization.train is None:
+        message = "`quantization: {load: null}` without `train` quantises nothing"
+        yield Finding("missing-key", ("quantization.load", "quantization"), message, "leave `quantization` out, or write `train: int4`")
+    if recipe.nf4 is None:
         return
     if recipe.lora is None:
         message = "`quantization:` holds frozen weights in 4 bits, which cannot be trained: `lora:` is missing"
@@ -324,4 +327,39 @@ def quantization_limits(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-ADAPTER_RULES: tuple[Rule, ...] = (lora_limits, quantization_limits)
+_TRAIN = "quantization.train"
+_LACKING = {
+    "fp8-int4": "torchao 0.18 rounds the gradients of its fp8 emulation to e4m3, where almost all are zero",
+    "nvfp4": "torchao 0.18 does not emulate NVFP4: its layers multiply on Blackwell alone, and give biases no gradient",
+}
+
+
+def quantised_training_limits(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse what `quantization.train` would train otherwise than the converted model computes."""
+    section = recipe.quantised_training
+    if section is None:
+        return
+    what = f"`{_TRAIN}: {section.train}`"
+    if section.train in _LACKING:
+        yield Finding("wrong-value", (_TRAIN,), f"{what} is not supported: {_LACKING[section.train]}", "write int4 or int8-int4")
+    if section.load is not None:
+        message = f"{what} trains the weights, and `quantization.load: {section.load}` holds frozen ones in 4 bits"
+        yield Finding("contradiction", (_TRAIN, "quantization.load"), message, "leave one of them out")
+    elif recipe.lora is not None:
+        message = f"{what} with `lora:` is not supported: PEFT adds the adapter to quantised weights, and a merge quantises their sum"
+        hint = "leave `lora:` out, or train an adapter on a quantised base: `quantization: {load: nf4}`"
+        yield Finding("contradiction", (_TRAIN, "lora"), message, hint)
+    if section.group_size == 1:
+        yield Finding("wrong-value", ("quantization.group_size",), "`quantization.group_size: 1` is a scale for each weight", "write 32")
+    if recipe.merge.quantise and recipe.merge.dtype not in ("auto", "keep", "fp32", recipe.compute_dtype):
+        message = f"`merge.quantise: true` rounds weights of {recipe.compute_dtype}, and `merge.dtype: {recipe.merge.dtype}` has others"
+        yield Finding("contradiction", ("merge.dtype", "merge.quantise"), message, "leave `merge.dtype` out")
+    if computes_in_fp8(recipe):
+        message = f"{what} with `{_KEY}: fp8` is not supported: both replace the linear layers"
+        yield Finding("contradiction", (_KEY, _TRAIN), message, "write `bf16`")
+    if recipe.kernels.mlp_slice_tokens is not None:
+        message = f"{what} with `kernels.mlp_slice_tokens` is not supported: the weights would be quantised again for each slice"
+        yield Finding("contradiction", ("kernels.mlp_slice_tokens", _TRAIN), message, "leave `mlp_slice_tokens` out")
+
+
+ADAPTER_RULES: tuple[Rule, ...] = (lora_limits, quantization_limits, quantised_training_limits)

@@ -115,6 +115,13 @@ INACTIVE = (
     Inactive(("launch.min_machines",), lambda recipe: recipe.launch.max_restarts == 0, "`launch.max_restarts` is 0"),
     Inactive(("launch.replacement_timeout",), lambda recipe: recipe.launch.min_machines is None, "there is no `launch.min_machines`"),
     Inactive(("launch.enable_cpu_affinity",), lambda recipe: recipe.launch.device not in {"auto", "cuda"}, "only CUDA ranks are bound"),
+    Inactive(("quantization.scales",), lambda recipe: recipe.nf4 is None, "`quantization.load` is not nf4"),
+    Inactive(
+        ("quantization.group_size", "quantization.modules_to_not_convert"),
+        lambda recipe: recipe.quantised_training is None,
+        "`quantization.train` is not set",
+    ),
+    Inactive(("merge.quantise",), lambda recipe: recipe.quantised_training is None, "there is no `quantization.train`"),
     Inactive(("merge.adapter",), lambda recipe: recipe.lora is None, "there is no `lora:`"),
     Inactive(("model.revision",), lambda recipe: recipe.model.name_or_path is None, "there is no `model.name_or_path`"),
 )

@@ -304,6 +304,8 @@ def given(recipe: Recipe, key: str) -> bool:
     """Return whether a key is written in the recipe, as opposed to having its default."""
     *parents, name = key.split(".")
     section = value_of(recipe, ".".join(parents)) if parents else recipe
+    if section is None:  # `quantization: null`
+        return False
     extra = section.model_extra or {}
     return name in section.model_fields_set or name in extra or f"{name}_" in section.model_fields_set
 

@@ -262,7 +262,7 @@ class Recipe(Section):
     lora: Annotated[Lora | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
     """Train low-rank adapters of a frozen model: `{}` for the defaults, or by PEFT's names; null = train the model itself."""
     quantization: Annotated[Quantization | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
-    """Hold the frozen weights under `lora:` in 4 bits (QLoRA): `{}` for the defaults; null = as they are stored."""
+    """Hold the frozen weights under `lora:` in 4 bits (QLoRA): `{}` for the defaults; or `{train: int4}`; null = as they are stored."""
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: CheckpointEvaluation = CheckpointEvaluation()
@@ -342,6 +342,16 @@ class Recipe(Section):
         """Whether a unit frees gathered parameters after its forward (ZeRO-3) or keeps them until its backward; n: keeps 1/n of them."""
         explicit = self.fsdp.reshard_after_forward
         return STRATEGIES[self.fsdp.sharding_strategy].reshards if explicit is None else explicit
+
+    @property
+    def nf4(self) -> Quantization | None:
+        """The section `quantization:` if it holds frozen weights in 4 bits."""
+        return self.quantization if self.quantization is not None and self.quantization.load == "nf4" else None
+
+    @property
+    def quantised_training(self) -> Quantization | None:
+        """The section `quantization:` if it trains with emulated quantisation."""
+        return self.quantization if self.quantization is not None and self.quantization.train is not None else None
 
     @property
     def compute_dtype(self) -> ComputeDtype:

@@ -332,10 +332,23 @@ Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Description(
 class Quantization(Section):
     default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
 
-    load: Literal["nf4"] = "nf4"
-    """4-bit NormalFloat in blocks of 64, as in QLoRA and bitsandbytes. The weights are quantised as they are read."""
+    load: Literal["nf4"] | None = "nf4"
+    """nf4 = hold frozen weights in 4-bit NormalFloat in blocks of 64, as QLoRA and bitsandbytes do | null, the default with `train`."""
     scales: Literal["fp32", "bf16"] = "fp32"
     """dtype of the scale of a block: fp32 = bitsandbytes' values, 4.5 bits a weight | bf16 = 4.25 bits a weight."""
+    train: Literal["int4", "int8-int4", "fp8-int4", "nvfp4"] | None = None
+    """Quantisation-aware training: linear layers compute with int4 weights, emulated, int8-int4 = and with int8 inputs. Needs torchao."""
+    group_size: Whole = 32
+    """Weights of a row that share a scale under `train`; divides the inputs of each quantised layer."""
+    modules_to_not_convert: list[Text] = []
+    """Patterns of names of modules that `train` leaves as they are; one that matches no linear layer is an error."""
+
+    @model_validator(mode="after")
+    def _train_holds_nothing(self) -> Quantization:
+        """Give `load` its default with `train`, which trains the weights that `load` would freeze."""
+        if self.train is not None and "load" not in self.model_fields_set:
+            object.__setattr__(self, "load", None)  # sections are frozen
+        return self
 
 
 class Lora(Section):
@@ -468,3 +481,5 @@ class Merge(Section):
     """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which are another model."""
     verify: MergeCheck = "quick"
     """How the merged directory is checked."""
+    quantise: Annotated[bool, Effect(RESULT, FREE)] = False
+    """Also write the model that `quantization.train` emulates, into RUN/merged-quantised, as transformers loads it with torchao."""

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -86,6 +86,8 @@ class LoopSettings:
     float64, stored so too: shows how far rounding alone carries a run in fp32."""
     adapter: Path | None = None
     """A PEFT adapter that is trained on the frozen model, by PEFT's own model."""
+    quantised: tuple[str, int] | None = None
+    """`quantization.train` and its group: every linear layer but the head is replaced by torchao's own prepare step."""
     skipped: frozenset[int] = frozenset()
     """Steps, from 1, whose update is left out, as fp16's loss scale does when it is too large."""
     schedule_waits: bool = True
@@ -118,6 +120,8 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, settings.adapter, is_trainable=True)
+    if settings.quantised is not None:
+        emulate(model, *settings.quantised)
     result = Trajectory(initial=_copy(model, settings))
     optimizers = _optimizers(settings, model)
     for step, rows in zip(range(settings.steps), _global_batches(settings, train_rows), strict=False):
@@ -142,6 +146,19 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
     if eval_rows:
         result.eval_loss = evaluate(model, settings.compute_dtype, eval_rows)
     return result
+
+
+def emulate(model: Any, values: str, group_size: int) -> None:
+    """Replace every linear layer but the head by torchao's own prepare step. `values`: of `quantization.train`."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    int4, prepare = vars(torch)["int4"], cast(Any, "prepare")
+    weights = IntxFakeQuantizeConfig(int4, group_size=group_size, is_symmetric=True)
+    inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if values == "int8-int4" else None
+    head = model.get_output_embeddings()
+    step = QATConfig(activation_config=inputs, weight_config=weights, step=prepare)
+    quantize_(model, step, filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not head)
 
 
 def _optimizers(settings: LoopSettings, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -280,7 +297,7 @@ def evaluate(model: nn.Module, compute_dtype: torch.dtype, stores: Iterable[RowS
 
 def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[int]) -> LoopSettings:
     """Return the settings of the plain loop for a resolved recipe with AdamW and a cosine schedule."""
-    training = recipe.training
+    training, quantised = recipe.training, recipe.quantised_training
     assert training.data_seed is not None, "the recipe is resolved"
     return LoopSettings(
         steps=training_value(training, "max_steps"),
@@ -294,6 +311,7 @@ def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[i
         dft=training.loss == "dft",
         seed=training.data_seed,
         packed=recipe.data.packing,
+        quantised=None if quantised is None else (str(quantised.train), quantised.group_size),
         compute_dtype=compute_dtype,
         skipped=skipped,
     )

@@ -39,6 +39,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.records import ChosenKernel, GroupState, LiveState, OneOrAll, PluginState, ReadBack, UnitState
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
+from fsdp_tune.worker.readback.quantised import quantised_differences, read_quantised
 from fsdp_tune.worker.readback.structure import structure_differences
 from fsdp_tune.worker.readback.trained import fp8_differences, read_fp8, read_trained
 
@@ -88,6 +89,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
         mlp_slice_tokens=sorted(set(mlp_slices_of(loaded.model).values())),
         compiled_layers=sum(is_compiled(module) for module in loaded.model.modules()),
         fp8=read_fp8(loaded),
+        quantised_training=read_quantised(loaded),
         weights_loaded_by=loaded.way,
         process_groups=len(groups),
         collective_limits_seconds=sorted({limit for group in groups for limit in time_limits_seconds(group)}),
@@ -314,6 +316,7 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> lis
     found += _inside_differences(recipe, loaded, reports[0])
     found += _kept_differences(reports[0])
     found += fp8_differences(recipe, loaded, reports[0].fp8)
+    found += quantised_differences(recipe, loaded, reports[0].quantised_training)
     on_host = excessive_growth(recipe, reports) if recipe.launch.device == "cpu" else []
     return found + structure_differences(recipe, loaded, reports[0]) + on_host
 

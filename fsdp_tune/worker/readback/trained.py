@@ -226,11 +226,11 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
 def _in_4_bits(recipe: Recipe, loaded: Loaded) -> list[str]:
     """Return the first layer that the recipe means to be in 4 bits and is not, or whose bytes or scales have another dtype."""
     layers = layers_in_4_bits(loaded.model)
-    if recipe.quantization is None:
+    if recipe.nf4 is None:
         return [f"quantization: `{next(iter(layers))}` is in 4 bits ({len(layers)} layers)"] if layers else []
     if missed := list(plan_nf4(loaded.model, loaded.layers)[0]):
         return [f"quantization: the recipe means {missed[0]} to be in 4 bits, and the run has it in 16 ({len(missed)} layers)"]
-    wanted = SCALE_DTYPE[recipe.quantization.scales]
+    wanted = SCALE_DTYPE[recipe.nf4.scales]
     for name, layer in layers.items():
         for part in (NF4_PACKED, NF4_SCALES):
             if (dtype := layer.get_parameter(part).dtype) != torch.uint8:

@@ -1,0 +1,169 @@
+"""Quantisation-aware training: linear layers of the decoder that compute with rounded weights (`quantization.train`).
+
+torchao's prepare step replaces each `nn.Linear`. The new layer rounds its weight in groups of a row (`int4`), and for `int8-int4` also each
+token's input, to the values of the quantised model, and multiplies them in the compute dtype; gradients pass straight through the rounding.
+Parameters keep their names, values and storage dtype, so sharding, checkpoints and merges do not differ. FSDP gathers complete weights
+before a layer computes, so groups are never divided.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_tune.core.errors import Notice, Where, usage_error
+from fsdp_tune.core.families import is_router
+from fsdp_tune.model.kernels.linear_layers import cast_as_autocast
+from fsdp_tune.model.model_files import KernelChoice
+from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.model.shard.local import kept_in_fp32, require_torchao
+from fsdp_tune.recipe.schema.recipe import Recipe
+
+KEY, _GROUP, _LEFT = "quantization.train", "quantization.group_size", "quantization.modules_to_not_convert"
+
+_INT4: Any = vars(torch)["int4"]  # torch's type stubs lack it
+_PREPARE: Any = "prepare"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedPlan:
+    """The layers that train with emulated quantisation, by name."""
+
+    quantised: tuple[str, ...]
+    left: dict[str, str]
+    """Linear layers of the decoder that are not quantised, with the reason."""
+    parameters: int
+    """Number of elements of the quantised weights."""
+    of_layers: int
+    """Number of parameters of all decoder layers."""
+
+
+def plan_quantised(recipe: Recipe, model: PreTrainedModel) -> QuantisedPlan:
+    """Return the plan for a bare model, which is the same before and after `prepare_quantised`.
+
+    Raises: usage error if nothing can be quantised, a pattern matches no linear layer, or a group does not divide the inputs of a layer.
+    """
+    section = recipe.quantised_training
+    assert section is not None
+    layers = decoder_layers(model, recipe.layer_classes)
+    linear = {
+        name: module for prefix, layer in layers for name, module in layer.named_modules(prefix=prefix) if isinstance(module, nn.Linear)
+    }
+    for pattern in section.modules_to_not_convert:
+        if not any(_matches(name, pattern) for name in linear):
+            message = f"`{_LEFT}`: `{pattern}` matches no linear layer of the decoder"
+            hint = f"names look like `{next(iter(linear), 'model.layers.0.mlp.down_proj')}`"
+            raise usage_error("qat-matches-nothing", message, where=Where(key=_LEFT), hint=hint)
+    reasons = {name: _why_not(model, name, module, section.modules_to_not_convert) for name, module in linear.items()}
+    quantised = {name: module for name, module in linear.items() if reasons[name] is None}
+    left = {name: why for name, why in reasons.items() if why is not None}
+    if not quantised:
+        raise _nothing(recipe, model, left)
+    for name, module in quantised.items():
+        if module.in_features % section.group_size:
+            message = f"`{_GROUP}: {section.group_size}` does not divide the {module.in_features} inputs of `{name}`"
+            hint = f"choose a divisor, or leave the layer out: `modules_to_not_convert: ['*.{name.rpartition('.')[2]}']`"
+            raise usage_error("qat-group-size", message, where=Where(key=_GROUP), hint=hint)
+    return QuantisedPlan(
+        quantised=tuple(quantised),
+        left=left,
+        parameters=sum(module.weight.numel() for module in quantised.values()),
+        of_layers=sum({id(p): p.numel() for _, layer in layers for p in layer.parameters()}.values()),
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, each) for each in (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*"))
+
+
+def _why_not(model: PreTrainedModel, name: str, module: nn.Linear, patterns: list[str]) -> str | None:
+    """Return why a linear layer is not quantised; None if it is."""
+    if any(_matches(name, pattern) for pattern in patterns):
+        return f"it is in `{_LEFT}`"
+    if type(module) is not nn.Linear and not is_quantised(module):
+        return f"it is a {type(module).__name__}, which may compute something else"
+    if is_router(model.config, module.out_features):
+        return "it is a router, whose few outputs need precision"
+    if f"{name}.weight" in kept_in_fp32(model):
+        return "the model's class keeps it in fp32"
+    return None
+
+
+def _nothing(recipe: Recipe, model: PreTrainedModel, left: dict[str, str]) -> Exception:
+    assert recipe.quantised_training is not None
+    name, why = next(iter(left.items()), ("", "its decoder layers have no nn.Linear (GPT-2, for example, has Conv1D)"))
+    message = f"`{KEY}: {recipe.quantised_training.train}` finds nothing to quantise in {type(model).__name__}: "
+    message += f"{f'`{name}`: ' if name else ''}{why}"
+    return usage_error("qat-nothing-to-quantise", message, where=Where(key=KEY), hint="leave `quantization` out")
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Return whether a module is torchao's layer, possibly as the subclass that FSDP2 creates."""
+    torchao: Any = sys.modules.get("torchao.quantization.qat.linear")  # importing it takes a second; if not imported, no module is one
+    return torchao is not None and isinstance(module, torchao.FakeQuantizedLinear)
+
+
+def choose_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice]:
+    """Return the choice by recipe key, in the format of `choose_kernels`; empty unless the recipe sets `quantization.train`."""
+    section = recipe.quantised_training
+    if section is None:
+        return {}
+    require_torchao(f"{KEY}: {section.train}")
+    plan = plan_quantised(recipe, model)
+    words = [f"{len(plan.quantised)} linear layers, a scale for {section.group_size} weights"]
+    words += [f"{count} left, {why}" for why, count in Counter(plan.left.values()).items()]
+    return {KEY: KernelChoice(str(section.train), "; ".join(words))}
+
+
+def quantised_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
+    """Return a notice if a large part of the decoder layers stays as it is. The model may be on the meta device."""
+    if recipe.quantised_training is None:
+        return []
+    plan = plan_quantised(recipe, model)
+    layers = decoder_layers(model, recipe.layer_classes)
+    stacked = sum({id(p): p.numel() for _, layer in layers for p in layer.parameters() if p.ndim == 3}.values())
+    if not stacked:
+        return []
+    share = plan.parameters / plan.of_layers
+    message = f"`{KEY}` quantises {share:.0%} of the parameters of the layers: stacked experts ({stacked:,}) are not linear layers"
+    return [Notice("qat-without-experts", message, where=Where(key=KEY))]
+
+
+def base_config(recipe: Recipe) -> Any:
+    """Return torchao's configuration of the quantised model."""
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerGroup
+
+    section = recipe.quantised_training
+    assert section is not None
+    groups = PerGroup(section.group_size)
+    if section.train == "int8-int4":
+        return Int8DynamicActivationIntxWeightConfig(weight_dtype=_INT4, weight_granularity=groups)
+    return IntxWeightOnlyConfig(weight_dtype=_INT4, granularity=groups)
+
+
+def prepare_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice]:
+    """Replace the planned layers of the bare model, except those already replaced, and return the choice."""
+    chosen = choose_quantised(recipe, model)
+    if chosen:
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import QATConfig
+
+        names = plan_quantised(recipe, model).quantised
+        fresh = {name: linear for name in names if not is_quantised(linear := model.get_submodule(name))}
+        quantize_(model, QATConfig(base_config(recipe), step=_PREPARE), filter_fn=lambda _, name: name in fresh)
+        for name, linear in fresh.items():
+            layer: Any = model.get_submodule(name)
+            # On the meta device torchao makes new parameters, which are trained also where the old ones are frozen.
+            layer.weight, layer.bias = linear.weight, linear.bias
+            layer.train(linear.training)
+            for quantiser in filter(None, (layer.weight_fake_quantizer, layer.activation_fake_quantizer)):
+                if not recipe.is_sharded:  # autocast would cast the rounded weight; under FSDP the weight is cast before it is rounded
+                    quantiser.register_forward_pre_hook(cast_as_autocast)
+    return chosen

@@ -1,0 +1,149 @@
+"""Which linear layers train with emulated quantisation, that their parameters stay, and that they compute as the converted model does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_tune.model.kernels.fake_quantised import (
+    base_config,
+    choose_quantised,
+    is_quantised,
+    plan_quantised,
+    prepare_quantised,
+    quantised_notices,
+)
+from fsdp_tune.model.loading.construct import build_empty, build_full
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.recipe.schema.recipe import Recipe
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def quantised(
+    model: str | dict[str, Any] = "llama", train: str = "int4", ranks: int = 2, *, left: list[str] | None = None, **sections: Any
+) -> Recipe:
+    keys = {"train": train, "group_size": sections.pop("group_size", 16), "modules_to_not_convert": left or []}
+    return recipe_of(model, ranks, quantization=keys, **sections)
+
+
+def last_names(names: Any) -> set[str]:
+    return {name.rsplit(".", 1)[-1] for name in names}
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "phi"))])
+def test_only_layer_linears_are_quantised_and_parameters_stay(family: str) -> None:
+    recipe = quantised({"from_config": FAMILIES[family], "freeze": ["*.0.*"]})
+    model = build_empty(recipe)
+    plan = plan_quantised(recipe, model)
+    expected = {"llama": set(ALL), "mixtral": set(ALL[:4]), "phi": {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}}
+    assert last_names(plan.quantised) == expected[family]
+    before = {name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    prepare_quantised(recipe, model)
+    assert {name for name, module in model.named_modules() if is_quantised(module)} == set(plan.quantised)
+    assert {name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()} == before
+    assert {requires for _, requires in before.values()} == {True, False}
+    assert plan_quantised(recipe, model) == plan, "the planner's trace prepares a model before it is loaded"
+
+
+def test_modules_left_out_are_counted() -> None:
+    recipe = quantised(left=["down_proj", "model.layers.0.self_attn"])
+    model = build_empty(recipe)
+    prepare_quantised(recipe, model)
+    left = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_quantised(module)}
+    of_first = {f"model.layers.0.self_attn.{name}" for name in ALL[:4]}
+    assert left == {"lm_head", *of_first, "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}
+    reason = choose_quantised(recipe, model)["quantization.train"].reason
+    assert reason == "8 linear layers, a scale for 16 weights; 6 left, it is in `quantization.modules_to_not_convert`"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "code", "words"),
+    [
+        (quantised(left=["w1"]), "qat-matches-nothing", "`w1` matches no linear layer"),
+        (
+            quantised(group_size=24),
+            "qat-group-size",
+            "`quantization.group_size: 24` does not divide the 32 inputs of `model.layers.0.self_attn.q_proj`",
+        ),
+        (quantised("gpt2", data={"train": [{"path": "hand-made"}], "max_length": 64}), "qat-nothing-to-quantise", "Conv1D"),
+    ],
+)
+def test_unusable_recipes_are_refused_before_a_rank_starts(recipe: Recipe, code: str, words: str) -> None:
+    (problem,) = find_facts(recipe).problems
+    assert problem.code == code
+    assert words in problem.message
+    assert problem.hint
+
+
+@pytest.mark.slow
+def test_share_of_stacked_experts_is_reported() -> None:
+    recipe = quantised("mixtral")
+    (notice,) = quantised_notices(recipe, build_empty(recipe))
+    assert notice.code == "qat-without-experts"
+
+
+@pytest.mark.parametrize("train", ["int4", pytest.param("int8-int4", marks=pytest.mark.slow)])
+def test_weights_are_rounded_as_converted_ones(train: str) -> None:
+    """Also by hand: 15 steps over twice the largest magnitude of a group, and gradients that pass through."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    recipe = quantised(train=train, fsdp={"sharding_strategy": "NO_SHARD"})
+    model = build_full(recipe)
+    prepare_quantised(recipe, model)
+    layer = model.model.layers[0].mlp.gate_proj
+    tokens = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    found = layer(tokens)
+    if train == "int4":
+        groups = layer.weight.detach().view(-1, 16)
+        scale = groups.abs().amax(dim=1, keepdim=True) / 7.5
+        rounded = ((groups * (1 / scale)).round().clamp(-8, 7) * scale).view(layer.weight.shape)
+        torch.testing.assert_close(found, tokens @ rounded.t(), rtol=1e-5, atol=1e-6)
+    found.sum().backward()
+    assert (layer.weight.grad != 0).float().mean() > 0.9
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(base_config(recipe), step="convert"))
+    assert torch.equal(converted.model.layers[0].mlp.gate_proj(tokens), found)
+
+
+def test_weight_is_cast_before_it_is_rounded_under_autocast() -> None:
+    """As under FSDP2, which casts a weight when it gathers it, and as in the merged model, whose weights are in the compute dtype."""
+    recipe = quantised(train="int8-int4", fsdp={"sharding_strategy": "NO_SHARD"})
+    layer: Any = build_full(recipe).model.layers[0].mlp
+    alone = copy.deepcopy(layer)
+    holder: Any = build_full(recipe)
+    holder.model.layers[0].mlp = layer
+    prepare_quantised(recipe, holder)
+    tokens = torch.randn(7, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = holder.model.layers[0].mlp.up_proj(tokens.float())
+    holder.model.layers[0].mlp = alone.bfloat16()
+    prepare_quantised(recipe, holder)
+    assert torch.equal(found, holder.model.layers[0].mlp.up_proj(tokens))
+
+
+def test_torchao_still_loses_gradients_of_emulated_fp8() -> None:
+    """Why `fp8-int4` is refused; when this fails, it can be supported (`_LACKING` in recipe/rules/limits.py)."""
+    from torchao.quantization.granularity import PerRow
+    from torchao.quantization.qat import Float8FakeQuantizeConfig
+    from torchao.quantization.qat.fake_quantizer import Float8FakeQuantizer
+
+    values = torch.randn(4, 64, requires_grad=True)
+    (Float8FakeQuantizer(Float8FakeQuantizeConfig(granularity=PerRow()))(values) * 1e-4).sum().backward()
+    assert values.grad is not None
+    assert (values.grad == 0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("train", ["fp8-int4", "nvfp4"])
+def test_what_torchao_lacks_is_named(train: str) -> None:
+    from fsdp_tune.recipe.rules.limits import quantised_training_limits
+
+    (finding,) = quantised_training_limits(quantised(train=train))
+    assert f"`quantization.train: {train}` is not supported: torchao 0.18" in finding.message
