@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from fsdp_tune.cli import runs
+from fsdp_tune.cli import runs, status_view
 from fsdp_tune.cli.verbs import Screen
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.run_status import DirectoryStatus, run_status
@@ -96,7 +96,7 @@ def test_status_of_a_directory_is_a_table_sorted_by_loss_that_fits(tmp_path: Pat
 def test_runs_of_a_directory_are_ordered_by_state(tmp_path: Path) -> None:
     run = run_status(RunDir(run_in(tmp_path, "a")))
     states = ["not started", "finished", "hang", "starting or merging", "running"]
-    ordered = sorted((replace(run, state=state, loss=float(at)) for at, state in enumerate(states)), key=runs._order)
+    ordered = sorted((replace(run, state=state, loss=float(at)) for at, state in enumerate(states)), key=status_view._order)
     assert [each.state for each in ordered] == ["running", "starting or merging", "hang", "finished", "not started"]
 
 
@@ -110,7 +110,7 @@ def test_names_of_runs_are_shortened_to_what_differs_in_a_narrow_terminal(tmp_pa
         def table(_: str, __: Sequence[str], rows: Sequence[Sequence[str]], **___: object) -> None:
             shown.extend(row[0] for row in rows)
 
-        runs.show_runs(cast(Screen, SimpleNamespace(is_narrow=is_narrow, draws=False, table=table)), found)
+        status_view.show_runs(cast(Screen, SimpleNamespace(is_narrow=is_narrow, draws=False, table=table)), found)
         return shown
 
     assert names(is_narrow=True) == ["lr1e-5", "lr2e-5"]
