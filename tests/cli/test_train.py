@@ -131,7 +131,10 @@ def test_remote_code_needs_the_command_line_option() -> None:
     remote = settings("model.from_config=null", "model.name_or_path=someone/model", "model.trust_remote_code=true")
     assert codes(*remote, "--dry-run") == ["remote-code-not-trusted"]
     assert invoke("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").exit_code == 0
-    assert codes(*settings("kernels.experts=sonicmoe", "launch.device=cuda"), "--dry-run") == ["remote-code-not-trusted"]
+    experts = settings("kernels.experts=sonicmoe", "launch.device=cuda", "precision.mixed_precision=bf16")
+    assert [error["code"] for error in errors("train", "--config", "gpt2_smoke", *experts, "--dry-run")] == ["remote-code-not-trusted"]
+        "remote-code-not-trusted"
+    ]
 
 
 @pytest.mark.usefixtures("fake_model")

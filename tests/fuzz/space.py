@@ -50,6 +50,8 @@ NOT_DRAWN: dict[str, str] = {
     "fsdp.ignored_modules": "refused for trained modules; tests/parity has a row",
     "fsdp.reshard_after_forward": "agrees with the strategy, which is drawn",
     "precision.fp8_recipe": "fp8 has parity rows of its own, against its emulation",
+    "evaluation": "scores saved checkpoints in a process of its own; tests/cli/test_train_evaluation.py has it",
+    "kernels.experts": "kernels of one function, which round differently; tests/model/test_expert_kernels.py compares them",
     **dict.fromkeys(("lora", "quantization"), "need files of a base; tests/parity/test_adapters.py has rows of them"),
     **dict.fromkeys(
         ("extensions", "extensions.callbacks", "extensions.metrics"),
@@ -109,6 +111,8 @@ def reason_not_drawn(name: str) -> str | None:
         return NOT_DRAWN["training.parameter_groups"]
     if name.startswith(("data.", "model.tokens.")) and name not in drawn_of_data and name not in NOT_DRAWN:
         return _DATA
+    if name.startswith("evaluation."):
+        return NOT_DRAWN["evaluation"]
     return NOT_DRAWN["lora"] if name.startswith(("lora.", "quantization.")) else NOT_DRAWN.get(name)
 
 

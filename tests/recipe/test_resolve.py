@@ -132,6 +132,7 @@ def test_resolve_leaves_no_auto_value() -> None:
         "fsdp.min_num_params",
         "kernels.loss",
         "kernels.liger",
+        "kernels.experts",
         "launch.main_process_port",
     ]
 

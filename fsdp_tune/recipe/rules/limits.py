@@ -341,7 +341,7 @@ def quantised_training_limits(recipe: Recipe) -> Iterator[Finding]:
         return
     what = f"`{_TRAIN}: {section.train}`"
     if section.train in _LACKING:
-        yield Finding("wrong-value", (_TRAIN,), f"{what} is not supported: {_LACKING[section.train]}", "write int4 or int8-int4")
+        yield Finding("contradiction", (_TRAIN,), f"{what} is not supported: {_LACKING[section.train]}", "write int4 or int8-int4")
     if section.load is not None:
         message = f"{what} trains the weights, and `quantization.load: {section.load}` holds frozen ones in 4 bits"
         yield Finding("contradiction", (_TRAIN, "quantization.load"), message, "leave one of them out")
