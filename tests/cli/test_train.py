@@ -133,8 +133,6 @@ def test_remote_code_needs_the_command_line_option() -> None:
     assert invoke("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").exit_code == 0
     experts = settings("kernels.experts=sonicmoe", "launch.device=cuda", "precision.mixed_precision=bf16")
     assert [error["code"] for error in errors("train", "--config", "gpt2_smoke", *experts, "--dry-run")] == ["remote-code-not-trusted"]
-        "remote-code-not-trusted"
-    ]
 
 
 @pytest.mark.usefixtures("fake_model")
