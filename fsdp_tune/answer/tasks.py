@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from typing import Any
 
@@ -34,13 +35,16 @@ def run(request: TasksRequest) -> dict[str, CheckpointScore]:
 
 
 def scores_of(found: dict[str, Any]) -> dict[str, CheckpointScore]:
-    """Return the scores in the results of lm_eval: each numeric `metric,filter`, with the interval of its `metric_stderr,filter`."""
+    """Return the scores in the results of lm_eval: each finite `metric,filter`, with the interval of its `metric_stderr,filter`."""
     scores: dict[str, CheckpointScore] = {}
     for task, results in found["results"].items():
         rows = int(found.get("n-samples", {}).get(task, {}).get("effective", 0))
         for key, value in results.items():
             metric, _, kind = key.partition(",")
             if not kind or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not math.isfinite(value):
+                sys.stderr.write(f"`{task}/{key}` is {value}, so it is left out\n")
                 continue
             error = results.get(f"{metric}_stderr,{kind}")
             name = f"{task}/{metric}" + ("" if kind == "none" else f".{kind}")

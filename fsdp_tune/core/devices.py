@@ -106,15 +106,33 @@ def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> M
 
 def visible_devices(environment: Mapping[str, str]) -> list[Device]:
     """Return the accelerators visible to a rank, all of one kind and in its order; [] if there are none."""
-    if nvidia := nvidia_devices():
-        return select(nvidia, environment.get("CUDA_VISIBLE_DEVICES"))
-    if amd := amd_devices():
-        return select(amd, environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES")))
-    if npu := _files("npu", "Ascend NPU", Path("/dev"), "davinci[0-9]*"):
-        return select(npu, environment.get("ASCEND_RT_VISIBLE_DEVICES"))
+    if found := _devices(environment):
+        devices, variable = found
+        return select(devices, environment.get(variable))
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return [Device("mps", "Apple GPU")]
     return []
+
+
+def only_visible(environment: Mapping[str, str], chosen: slice) -> dict[str, str]:
+    """Return the variable that shows a process only these of the visible devices; {} if no variable can."""
+    if (found := _devices(environment)) is None:
+        return {}
+    devices, variable = found
+    count, given = len(select(devices, environment.get(variable))), environment.get(variable)
+    names = given.split(",") if given is not None else list(map(str, range(count)))
+    return {variable: ",".join(names[:count][chosen])}
+
+
+def _devices(environment: Mapping[str, str]) -> tuple[list[Device], str] | None:
+    """Return the accelerators of this machine, and the variable that selects among them; None if there are none, or there is none."""
+    if nvidia := nvidia_devices():
+        return nvidia, "CUDA_VISIBLE_DEVICES"
+    if amd := amd_devices():
+        return amd, "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environment else "CUDA_VISIBLE_DEVICES"
+    if npu := _files("npu", "Ascend NPU", Path("/dev"), "davinci[0-9]*"):
+        return npu, "ASCEND_RT_VISIBLE_DEVICES"
+    return None
 
 
 def hidden_by(environment: Mapping[str, str]) -> str | None:

@@ -64,12 +64,25 @@ def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) 
 
 
 def end(child: subprocess.Popen[str]) -> None:
-    """Kill a child and its own children. For a child that has ended, only remove it from the list."""
+    """Kill a child and its own children. For a child that was waited for, only remove it from the list.
+
+    A child that has ended without that may have left children of its own, which are killed: its id is not free before it is waited for.
+    """
     release(child)
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, for a group of zombies
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def has_ended(child: subprocess.Popen[str]) -> bool:
+    """Return whether a child has ended, without waiting for it, so that `end` also kills what it has left."""
+    if child.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # waited for elsewhere
+        return child.poll() is not None
 
 
 def release(child: subprocess.Popen[str]) -> None:

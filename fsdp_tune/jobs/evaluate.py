@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from pydantic import ValidationError
 
 from fsdp_tune.answer.examples import (
     AnswerReader,
@@ -40,13 +39,12 @@ from fsdp_tune.core.command import Bar, JsonAnswer
 from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, threads
-from fsdp_tune.core.user_cache import default_cache_directory
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
+from fsdp_tune.jobs.evaluated_recipes import recipe_of_model, recipe_of_run, recipe_of_set
 from fsdp_tune.jobs.observer import Observer, session
-from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
+from fsdp_tune.jobs.options import DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.recipes import check_cache, refuse_code, resolve_recipe
-from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.card_metadata import hub_id
 from fsdp_tune.merge.output_directory import CARD_NAME, without_folders
 from fsdp_tune.merge.publish import CardResult, add_results
@@ -54,8 +52,8 @@ from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension, find_extension
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.manifest import digest
 
 EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"
 FEW_ROWS = 10
@@ -137,7 +135,17 @@ def evaluate(
         )
 
 
-def evaluate_checkpoint(run: RunDir, model: Path, sets: Mapping[str, EvaluateOptions]) -> dict[str, SetResult]:
+@dataclass(frozen=True, slots=True)
+class CheckpointResults:
+    """The results of the sets of `evaluation:` by label."""
+
+    sets: dict[str, SetResult]
+    rows: dict[str, str]
+    """The digest of the rows of each set (`PreparedSet.digest`)."""
+    notices: list[Notice]
+
+
+def evaluate_checkpoint(run: RunDir, model: Path, sets: Mapping[str, EvaluateOptions]) -> CheckpointResults:
     """Evaluate the model of a checkpoint, a Hugging Face directory or an adapter, on the rows that each `data` names, read as by its run.
 
     The model is loaded once for all sets, which have the same `device` and `batch_size`. Raises: FsdpTuneError.
@@ -147,25 +155,29 @@ def evaluate_checkpoint(run: RunDir, model: Path, sets: Mapping[str, EvaluateOpt
     _check_models(models, encoder, options, observer)
     scored = {label: prepare_set(recipe, each, label, encoder, observer) for label, each in sets.items()}
     _run(_request(models, scored, options, encoder, None), scored, observer)
-    return {label: each.result() for label, each in scored.items()}
+    return CheckpointResults(
+        sets={label: each.result() for label, each in scored.items()},
+        rows={label: each.digest for label, each in scored.items()},
+        notices=[notice for each in scored.values() for notice in (*each.few_rows, *each.cut_answers(models))],
+    )
 
 
-def prepare_set(recipe: Recipe, options: EvaluateOptions, label: str, encoder: TokenizerEncoder, observer: Observer) -> _ScoredSet:
+def prepare_set(recipe: Recipe, options: EvaluateOptions, label: str, encoder: TokenizerEncoder, observer: Observer) -> PreparedSet:
     """Prepare the rows of `options.data` as in a run of the recipe. Raises: usage error for rows that cannot be scored."""
     (path,) = _prepare(recipe_of_set(recipe, options), options, encoder, observer).values()
-    return _ScoredSet(label, path, options, AnswerReader(encoder, options.answer))
+    return PreparedSet(label, path, options, AnswerReader(encoder, options.answer))
 
 
 def _score(
     models: Sequence[ModelToEvaluate], settings: Recipe, options: EvaluateOptions, metric: Extension | None, observer: Observer
-) -> tuple[dict[str, _ScoredSet], Request]:
+) -> tuple[dict[str, PreparedSet], Request]:
     """Run the models on the rows of the settings. Returns the scores of each set, and how they were computed. Raises: FsdpTuneError."""
     check_cache(settings)
     encoder = load_encoder(settings)
     _check_models(models, encoder, options, observer)
     reader = AnswerReader(encoder, options.answer)
     sets = _prepare(settings, options, encoder, observer)
-    scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
+    scored = {label: PreparedSet(label, path, options, reader) for label, path in sets.items()}
     request = _request(models, scored, options, encoder, metric)
     _run(request, scored, observer)
     return scored, request
@@ -173,7 +185,7 @@ def _score(
 
 def _request(
     models: Sequence[ModelToEvaluate],
-    scored: Mapping[str, _ScoredSet],
+    scored: Mapping[str, PreparedSet],
     options: EvaluateOptions,
     encoder: TokenizerEncoder,
     metric: Extension | None,
@@ -308,50 +320,6 @@ def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedReci
     return recipe
 
 
-def recipe_of_run(run: RunDir) -> Recipe:
-    """Return the recipe of a run with the tokenizer that it saved, which has the recipe's template and special tokens."""
-    raw = read_resolved(run).model_dump(by_alias=True)
-    raw["model"] |= {"tokenizer": str(run.path), "tokenizer_revision": "main"}
-    raw["data"]["chat_template"] = None
-    return Recipe.model_validate(raw)
-
-
-def recipe_of_model(model: ModelToEvaluate, allowed: Allowed) -> Recipe:
-    """Return the defaults with a model and its tokenizer."""
-    trust = allowed.remote_code
-    raw = {"name_or_path": model.weights, "revision": model.revision, "tokenizer": model.tokenizer, "trust_remote_code": trust}
-    return Recipe.model_validate({"model": raw})
-
-
-def recipe_of_set(recipe: Recipe, options: EvaluateOptions) -> Recipe:
-    """Return the recipe with `options.data` as its only source, read like the first training source unless `options.source` differs."""
-    raw = recipe.model_dump(by_alias=True)
-    data = raw["data"]
-    # Callbacks, metrics and the kernels of attention and experts in training are not used here.
-    raw |= {"extensions": {}}
-    raw["model"]["attn_implementation"] = "auto"
-    raw["kernels"]["experts"] = "auto"
-    data["ignore_columns"] = [*data["ignore_columns"], *options.ignore_columns]
-    data["cache_dir"] = data["cache_dir"] or str(default_cache_directory())
-    if options.data is not None:
-        like = {"columns", "rename_columns", "format", "loss_on", "chat_template"}
-        first = recipe.data.train[0].model_dump(include=like) if recipe.data.train else {}
-        try:
-            entry = DataSource.model_validate({**first, "path": options.data, "max_rows": options.max_rows, **options.source})
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            name = ".".join(map(str, wrong["loc"]))
-            raise usage_error("wrong-value", f"`{name}` of `--data`: {wrong['msg']}", hint="see the keys of `data.train`") from error
-        data |= {"train": [entry.model_dump()], "eval": None, "packing": False, "mixture": {}}
-        data |= {"streaming": False, "curriculum": []}  # of a stream, only the beginning is prepared
-    elif options.source:
-        raise usage_error("no-evaluation-data", "options of `--data` are given without it", hint="add `--data FILE`")
-    elif data["eval"] is None:
-        message = "there is nothing to evaluate on: no `--data`, and no `data.eval` in a recipe"
-        raise usage_error("no-evaluation-data", message, hint="add `--data FILE`, or `--config RECIPE` with `data.eval`")
-    return Recipe.model_validate(raw)
-
-
 def _prepare(recipe: Recipe, options: EvaluateOptions, encoder: TokenizerEncoder, observer: Observer) -> dict[str, str]:
     """Return the directory of each prepared set by its label."""
     observer.notices(encoder.notices)
@@ -361,7 +329,7 @@ def _prepare(recipe: Recipe, options: EvaluateOptions, encoder: TokenizerEncoder
     return data.evals if options.data is None else {str(options.source.get("split") or options.data): data.train}
 
 
-class _ScoredSet:
+class PreparedSet:
     """The rows of a set with the scores of each model."""
 
     def __init__(self, label: str, path: str, options: EvaluateOptions, reader: AnswerReader) -> None:
@@ -378,6 +346,12 @@ class _ScoredSet:
         if not self._used:
             message = f"all rows of `{label}` are longer than `data.max_length`, so their answers are cut"
             raise usage_error("no-evaluation-data", message, hint="raise `data.max_length`")
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the tokens and targets that are scored, in their order, wherever the rows are stored."""
+        rows = [self.examples[index].row for index in self._used]
+        return digest(*(np.asarray(part, np.int64).tobytes() for row in rows for part in (row.input_ids, row.labels)))
 
     @property
     def few_rows(self) -> list[Notice]:
@@ -460,7 +434,7 @@ class _ScoredSet:
         return line | {"total": row.total, "count": row.count, "score": row.total / row.count if row.count else None}
 
 
-def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer) -> None:
+def _run(request: Request, scored: Mapping[str, PreparedSet], observer: Observer) -> None:
     """Run the models in child processes and add their scores. Raises: FsdpTuneError with the problems of the first child that fails."""
     total = len(request.models) * sum(len(each.examples) for each in scored.values())
     most = max(-(-len(each.examples) // request.batch_size) for each in scored.values())
@@ -472,7 +446,7 @@ def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer)
             done.result()
 
 
-def _run_part(request: Request, part: int, scored: Mapping[str, _ScoredSet], bar: Bar, added: threading.Lock) -> None:
+def _run_part(request: Request, part: int, scored: Mapping[str, PreparedSet], bar: Bar, added: threading.Lock) -> None:
     """Run the models on the batches of one part, in a process with a share of the cores or on a GPU of its own."""
     environment = os.environ | QUIET_LIBRARIES
     is_alone, on_cpu = request.parts == 1, request.device == "cpu"

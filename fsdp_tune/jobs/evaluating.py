@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,18 +24,22 @@ from typing import Any
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
-from fsdp_tune.core.devices import visible_devices
+from fsdp_tune.core.devices import only_visible, visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.processes import QUIET_LIBRARIES, StoppedBySignal
 from fsdp_tune.core.units import format_bytes, format_seconds, parse_seconds
-from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
+from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
 from fsdp_tune.jobs.checkpoint_scores import options_of_set, scratch_of
 from fsdp_tune.jobs.evaluate import prepare_set
+from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.launch.command.accelerate import clean
 from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.checkpoint_scores import CheckpointScores, kept_for_scores
+from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.checkpoint_scores import CheckpointScores, checkpoints_to_evaluate, kept_for_scores
 from fsdp_tune.run.directory import Checkpoint, RunDir, best_so_far, complete_checkpoints
+from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.event_parts import CheckpointScore
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
 from fsdp_tune.run.metrics_file import append_event
@@ -52,6 +56,8 @@ TRACKERS_SECONDS = 300.0
 LOG = "evaluation.log"
 _ONLY_SOURCE = "data.train[0]"
 Outcome = CheckpointEvaluated | CheckpointEvaluationFailed
+Scored = tuple[dict[str, CheckpointScore], list[str]]
+"""Scores by name, and warnings about them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +81,7 @@ def evaluation_device(recipe: Recipe) -> EvaluationDevice:
     visible = len(visible_devices(os.environ))
     if recipe.launch.device != "cuda" or visible <= recipe.local_world_size:
         return EvaluationDevice("cpu")
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = named.split(",") if named else list(map(str, range(visible)))
-    return EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": ",".join(numbers[recipe.local_world_size : visible])})
+    return EvaluationDevice("cuda", only_visible(os.environ, slice(recipe.local_world_size, None)))
 
 
 def notices_of_evaluation(recipe: Recipe, model: ModelFacts) -> list[Notice]:
@@ -98,17 +102,32 @@ def notices_of_evaluation(recipe: Recipe, model: ModelFacts) -> list[Notice]:
     return [Notice("evaluation-needs", message, Where(key="evaluation"), hint)]
 
 
-def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observer) -> None:
-    """Prepare the rows of each set, so that the first evaluation finds no mistake in them. Raises: usage error."""
+def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observer) -> EvaluationRecord:
+    """Prepare the rows of each set, so that the first evaluation finds no mistake in them. Raises: usage error.
+
+    Returns what the scores are computed from, to be written when the run is started.
+    """
+    rows: dict[str, str] = {}
     for key, entry in recipe.evaluation.sources:
         try:
-            prepare_set(recipe, options_of_set(entry, recipe), entry.set_label, encoder, observer)
+            rows[entry.set_label] = prepare_set(recipe, options_of_set(entry, recipe), entry.set_label, encoder, observer).digest
         except FsdpTuneError as error:
             error.problems = tuple(_of_set(problem, key) for problem in error.problems)
             raise
     if recipe.evaluation.tasks and importlib.util.find_spec("lm_eval") is None:
         message = "`evaluation.tasks` are run by lm_eval, and the package is not installed"
         raise usage_error("lm-eval-not-installed", message, where=Where(key="evaluation.tasks"), hint="`pip install 'fsdp-tune[eval]'`")
+    return EvaluationRecord.of(recipe.evaluation, rows)
+
+
+def _check_again(run: RunDir, recipe: Recipe, observer: Observer) -> None:
+    """Check the evaluation of a run that has finished, if it has changed or a checkpoint has no scores. Raises: usage error."""
+    record = EvaluationRecord.read(run.evaluation_json)
+    known = CheckpointScores.read(run).evaluated
+    is_same = record is not None and record.section == recipe.evaluation
+    if not is_same or any(each.manifest.identity not in known for each in checkpoints_to_evaluate(run, recipe.evaluation)):
+        own = recipe_of_run(run).model_copy(update={"evaluation": recipe.evaluation})
+        check_evaluation(own, load_encoder(own), observer).write(run.evaluation_json)
 
 
 def _of_set(problem: Problem, key: str) -> Problem:
@@ -123,8 +142,10 @@ class Evaluating:
     def __init__(self, run: RunDir, recipe: Recipe, observer: Observer) -> None:
         self._run, self._recipe, self._observer = run, recipe, observer
         self._device = evaluation_device(recipe)
+        self._record = EvaluationRecord.read(run.evaluation_json)
         self._outcomes: dict[str, Outcome] = {}
         """Of this command, by the identity of the checkpoint: written again if rank 0 removes the line while it cuts the file back."""
+        self._has_warned = False
         self._is_stopping, self._is_last, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="evaluations", daemon=True)
 
@@ -173,35 +194,47 @@ class Evaluating:
         """Send the scores that rank 0 had not yet when it ended, in a process that loads the trackers."""
         if not self._recipe.training.report_to:
             return
-        with DISK.open_private(self._run.logs / LOG, "ab") as log:
-            child = children.start([*TRACK, str(self._run.path)], dict(os.environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        names, variables = ", ".join(self._recipe.training.report_to), clean(os.environ)[0]
+        try:
+            with DISK.open_private(self._run.logs / LOG, "ab") as log:
+                child = children.start([*TRACK, str(self._run.path)], variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        except OSError as error:
+            self._notice("scores-not-tracked", f"the last scores are not in {names}: {error}", "metrics.jsonl has them")
+            return
         try:
             limit = LIVED.now() + TRACKERS_SECONDS
             while child.poll() is None and LIVED.now() < limit:
                 time.sleep(WATCH_SECONDS)
             if child.returncode != 0:
-                message = f"the last scores are not in {', '.join(self._recipe.training.report_to)}; see {self._run.logs / LOG}"
-                self._observer.notices([Notice("scores-not-tracked", message, hint="metrics.jsonl has them")])
+                message = f"the last scores are not in {names}; see {self._run.logs / LOG}"
+                self._notice("scores-not-tracked", message, "metrics.jsonl has them")
         finally:
             children.end(child)
 
     def _rotate(self) -> None:
-        """Delete the checkpoints beyond `training.save_total_limit` that were kept for their evaluation."""
-        complete, _ = complete_checkpoints(self._run, elsewhere=None)
-        if complete:
-            best = best_so_far(complete[0].path)
-            protected = {complete[0].step, *kept_for_scores(self._run, self._recipe), *([best.step] if best is not None else [])}
-            rotate(self._run, self._recipe.training.save_total_limit, protected=protected)
+        """Delete the checkpoints beyond `training.save_total_limit` that were kept for their evaluation, as far as the disk lets it."""
+        try:
+            complete, _ = complete_checkpoints(self._run, elsewhere=None)
+            if complete:
+                best = best_so_far(complete[0].path)
+                protected = {complete[0].step, *kept_for_scores(self._run, self._recipe), *([best.step] if best is not None else [])}
+                rotate(self._run, self._recipe.training.save_total_limit, protected=protected)
+        except OSError as error:
+            self._notice(
+                "rotation-failed", f"checkpoints beyond `training.save_total_limit` are not removed: {error}", "remove them manually"
+            )
+
+    def _notice(self, code: str, message: str, hint: str) -> None:
+        self._observer.notices([Notice(code, message, hint=hint)])
 
     def _waiting(self) -> list[Checkpoint]:
         """Return the complete checkpoints to evaluate, oldest first, after writing the lines of those that this command has evaluated."""
         with suppress(OSError, FsdpTuneError):
-            complete, _ = complete_checkpoints(self._run, elsewhere=None)
-            due = [each for each in reversed(complete) if self._recipe.evaluation.evaluates(each.step)]
-            known = CheckpointScores.read(self._run)
+            due, known = checkpoints_to_evaluate(self._run, self._recipe.evaluation), CheckpointScores.read(self._run)
+            written = known.evaluated.keys() | known.failed.keys()
             for each in due:
-                outcome, is_written = self._outcomes.get(each.manifest.identity), each.manifest.identity in known.evaluated
-                if isinstance(outcome, CheckpointEvaluated) and not is_written and threading.current_thread() is self._thread:
+                outcome = self._outcomes.get(each.manifest.identity)
+                if outcome is not None and each.manifest.identity not in written and threading.current_thread() is self._thread:
                     append_event(self._run, outcome)
             return [each for each in due if each.manifest.identity not in known.evaluated.keys() | self._outcomes.keys()]
         return []
@@ -222,20 +255,36 @@ class Evaluating:
         found = self._score(checkpoint)
         if found is None:  # stopped
             return
-        identity = checkpoint.manifest.identity
+        identity, record = checkpoint.manifest.identity, self._record
         if isinstance(found, Problem):
-            outcome: Outcome = CheckpointEvaluationFailed(checkpoint.step, identity, found.code, found.message)
+            command = record.command if record is not None else None
+            outcome: Outcome = CheckpointEvaluationFailed(checkpoint.step, identity, found.code, found.message, command)
         else:
-            outcome = CheckpointEvaluated(checkpoint.step, identity, time.time() - started, found)
+            scores, warnings = found
+            warnings = [*warnings, *self._warn_of_missing(scores)]
+            definition = record.definition if record is not None else None
+            outcome = CheckpointEvaluated(checkpoint.step, identity, time.time() - started, scores, definition, warnings)
         self._outcomes[identity] = outcome
         with suppress(OSError):  # a full disk: `_waiting` writes it again
             append_event(self._run, outcome)
 
-    def _score(self, checkpoint: Checkpoint) -> dict[str, CheckpointScore] | Problem | None:
+    def _warn_of_missing(self, scores: Mapping[str, CheckpointScore]) -> list[str]:
+        """Return a warning if the first scores lack the one that chooses the best checkpoint: a task's scores are not known before."""
+        name = training_value(self._recipe.training, "metric_for_best_model")
+        if self._has_warned or not self._recipe.best_by_score or name in scores:
+            return []
+        self._has_warned = True
+        kept = "every evaluated checkpoint is kept, and none is the best"
+        return [f"there is no score `{name}` (`training.metric_for_best_model`), only {', '.join(scores)}: while none has it, {kept}"]
+
+    def _score(self, checkpoint: Checkpoint) -> Scored | Problem | None:
         """Return the scores, or why there are none; None if the command is stopping. No process is left."""
         limit_seconds = parse_seconds(self._recipe.evaluation.timeout)
-        variables = {**os.environ, **QUIET_LIBRARIES, **self._device.variables}
-        command = [*SCORE, str(self._run.path), str(checkpoint.step), self._device.kind]
+        device = self._device
+        if self._is_last.is_set() and self._recipe.launch.device != "cpu":  # the ranks have left their GPUs
+            device = EvaluationDevice("auto")
+        variables = {**clean(os.environ)[0], **QUIET_LIBRARIES, **device.variables}
+        command = [*SCORE, str(self._run.path), str(checkpoint.step), device.kind]
         log = self._run.logs / LOG
         try:
             with DISK.open_private(log, "ab") as errors:
@@ -244,12 +293,13 @@ class Evaluating:
             return Problem("evaluation-failed", f"its process could not be started: {error}")
         began = LIVED.now()
         try:
-            while child.poll() is None:
+            while not children.has_ended(child):
                 if self._is_stopping.wait(WATCH_SECONDS):
                     return None
                 if LIVED.now() - began > limit_seconds:
                     message = f"it took more than {format_seconds(limit_seconds)} (`evaluation.timeout`)"
                     return Problem("evaluation-timeout", message)
+            children.end(child)  # what it has left holds its standard output open
             assert child.stdout is not None
             return _outcome(child.stdout.read(), child.returncode, log)
         finally:
@@ -260,17 +310,22 @@ class Evaluating:
 
 
 @contextmanager
-def evaluating(run: RunDir, recipe: Recipe, observer: Observer) -> Iterator[Evaluating | None]:
-    """Evaluate the checkpoints of a run in this context. Yields None without `evaluation:`."""
+def evaluating(run: RunDir, recipe: Recipe, observer: Observer, *, had_finished: bool = False) -> Iterator[Evaluating | None]:
+    """Evaluate the checkpoints of a run in this context. Yields None without `evaluation:`.
+
+    `had_finished`: the inputs were not checked, since no rank is started. Raises: usage error.
+    """
     if not recipe.evaluation.is_on:
         yield None
         return
+    if had_finished:
+        _check_again(run, recipe, observer)
     evaluations = Evaluating(run, recipe, observer)
     with evaluations.following():
         yield evaluations
 
 
-def _outcome(text: str, code: int, log: Path) -> dict[str, CheckpointScore] | Problem:
+def _outcome(text: str, code: int, log: Path) -> Scored | Problem:
     try:
         line: dict[str, Any] = json.loads(text.splitlines()[-1])
     except (ValueError, IndexError):
@@ -278,4 +333,7 @@ def _outcome(text: str, code: int, log: Path) -> dict[str, CheckpointScore] | Pr
         return Problem("evaluation-failed", why)
     if "problem" in line:
         return Problem.from_dict(line["problem"])
-    return {name: CheckpointScore(**score) for name, score in line["scores"].items()}
+    warnings: list[str] = line.get("warnings", [])
+    if not line["scores"]:
+        return Problem("evaluation-failed", "; ".join(["it has no scores", *warnings]))
+    return {name: CheckpointScore(**score) for name, score in line["scores"].items()}, warnings

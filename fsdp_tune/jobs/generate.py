@@ -34,7 +34,8 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.prompts import Prompt, PromptDescription, prompt_of_row
 from fsdp_tune.data.read.row_files import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
-from fsdp_tune.jobs.evaluate import device_of, lines_of, recipe_of_model, recipe_of_run
+from fsdp_tune.jobs.evaluate import device_of, lines_of
+from fsdp_tune.jobs.evaluated_recipes import recipe_of_model, recipe_of_run
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import GenerateOptions
 from fsdp_tune.jobs.recipes import refuse_code

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fsdp_tune.recipe.schema.recipe import Recipe
     from fsdp_tune.run.base_model import BaseModel
     from fsdp_tune.run.directory import Checkpoint, RunDir
+    from fsdp_tune.run.evaluation_record import EvaluationRecord
 
 PlanStage = Literal["recipe", "ranking", "scaling", "measured"]
 
@@ -42,6 +43,8 @@ class TrainingInputs:
     """The model under an adapter; None without `lora:`."""
     steps: int | None
     """Optimizer steps of the run; None if they are unknown."""
+    evaluation: EvaluationRecord
+    """What the scores of checkpoints are computed from; without sets and tasks if there is no `evaluation:`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,14 +56,15 @@ from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.supervisor import Message, Position
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.publish import check_access
-from fsdp_tune.model.model_files import ModelFacts, check_vocabulary, save_model_files
+from fsdp_tune.model.model_files import base_of, check_vocabulary, save_model_files
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension, find_extensions, from_run, without_adapter
 from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.recipe.rules.evaluation import best_is_evaluated
 from fsdp_tune.recipe.rules.rates import schedule_of_steps
 from fsdp_tune.recipe.schema.keys import as_problem
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import BaseModel, describe_base, refuse_other_base, weights_at_start
+from fsdp_tune.run.base_model import refuse_other_base, weights_at_start
 from fsdp_tune.run.directory import RunDir, latest_checkpoint, locked
 from fsdp_tune.run.rank_files import Verdict, read_outcome
 from fsdp_tune.run.records import Environment
@@ -226,7 +227,7 @@ class _Job:
             if self.mirror is None and not self.recipe.evaluation.is_on:
                 return self.finished(start)
             # What an earlier command could not send or evaluate.
-            with locked(self.plan.run) as notices, self.sending(None), self.evaluating() as evaluations:
+            with locked(self.plan.run) as notices, self.sending(None), self.evaluating(had_finished=True) as evaluations:
                 self.observer.notices(notices)
                 return self.finished(start, evaluations)
         with self.written(start, starts_ranks=True) as job, self.sending(start.step), job.evaluating() as evaluations:
@@ -237,8 +238,8 @@ class _Job:
     def sending(self, start_step: int | None) -> AbstractContextManager[None]:
         return self.mirror.sending(start_step) if self.mirror is not None else nullcontext()
 
-    def evaluating(self) -> AbstractContextManager[Evaluating | None]:
-        return evaluating(self.plan.run, self.recipe, self.observer)
+    def evaluating(self, *, had_finished: bool = False) -> AbstractContextManager[Evaluating | None]:
+        return evaluating(self.plan.run, self.recipe, self.observer, had_finished=had_finished)
 
     def decide_start(self) -> Start:
         run, options = self.plan.run, self.options
@@ -341,7 +342,7 @@ class _Job:
                 with observer.progress("tokenising", None, "rows") as bar:
                     progress = CountedBar(bar, self.advance)
                     data = prepare_data(recipe, encoder, progress=progress, verify=self.options.verify_data, run=self.plan.run.path)
-                check_evaluation(recipe, encoder, observer)
+                evaluation = check_evaluation(recipe, encoder, observer)
             except FsdpTuneError as error:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
                     raise
@@ -367,7 +368,7 @@ class _Job:
             refuse_other_base(RunDir(start.checkpoint.path.parent).base_json, base)
         steps = steps_of_run(recipe, data)
         refuse_beyond_end(start, steps)
-        if steps is not None and (wrong := list(schedule_of_steps(recipe, steps))):
+        if steps is not None and (wrong := [*schedule_of_steps(recipe, steps), *best_is_evaluated(recipe, steps)]):
             raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
@@ -375,7 +376,7 @@ class _Job:
             observer.notices(check_space(recipe, **facts, is_new=start.is_new, steps=steps))
         planned = decided.recipe.model_copy(update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora})
         resolution = replace(self.resolution, recipe=planned, reasons=self.resolution.reasons | decided.reasons)
-        return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base, steps)
+        return TrainingInputs(resolution, decisions(decided), model.model, encoder, data, predicted, base, steps, evaluation)
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
         extensions, before = [each.as_dict() for each in self.extensions], None if start.is_new else self.plan.run.environment_json
@@ -395,6 +396,8 @@ class _Job:
         )
         write_run(self.plan.run, files)
         keep_prediction(self.plan.run, inputs.plan)
+        if self.recipe.evaluation.is_on:
+            inputs.evaluation.write(self.plan.run.evaluation_json)
 
     def _save_model(self, directory: Path, inputs: TrainingInputs) -> None:
         with rust_errors_as_os_errors(directory):  # tokenizers writes tokenizer.json
@@ -485,15 +488,6 @@ class _Job:
             self.observer.run_ended(result)
             raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)
         return result
-
-
-def base_of(recipe: Recipe, facts: ModelFacts) -> BaseModel:
-    """Return the identity of the base of an adapter for base.json."""
-    base = describe_base(str(recipe.model.name_or_path), recipe.model.revision)
-    base = replace(base, config_changes=facts.config_changes)
-    if recipe.nf4 is None:
-        return base
-    return replace(base, nf4_weights=facts.nf4_weights, nf4_scales=recipe.nf4.scales)
 
 
 def _unreachable(what: str) -> Problem:

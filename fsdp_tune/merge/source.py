@@ -22,7 +22,7 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.recipe.schema.recipe import Merge, Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
-from fsdp_tune.run.checkpoint_scores import best_by_score
+from fsdp_tune.run.checkpoint_scores import CheckpointScores, best_by_score
 from fsdp_tune.run.directory import (
     SHARD_FOLDER,
     Checkpoint,
@@ -391,8 +391,11 @@ def _best_by_score(run: RunDir, recipe: Recipe, complete: list[Checkpoint]) -> t
     """Return the best checkpoint by a score of `evaluation:`. Raises: FailedError if no complete checkpoint has it."""
     name = training_value(recipe.training, "metric_for_best_model")
     if (best := best_by_score(run, recipe, complete)) is None:
+        scored = CheckpointScores.read(run).evaluated
+        found = dict.fromkeys(each for one in complete if (event := scored.get(one.manifest.identity)) for each in event.scores)
         message = f"no complete checkpoint has the score `{name}`, so none is the best"
-        hint = "choose one with `--step N`; its events `checkpoint_evaluation_failed` have the reasons"
+        message += f"; their scores are {', '.join(found)}" if found else "; none of them has scores"
+        hint = "choose one with `--step N`; `fsdp-tune status` shows the scores, and why evaluations failed"
         raise failed_error("merge-no-best", message, where=Where(str(run.metrics_jsonl)), hint=hint)
     kind = "highest" if training_value(recipe.training, "greater_is_better") else "lowest"
     return best.checkpoint, f"the {kind} {name} ({best.value:.6g}) among {len(complete)} complete checkpoints"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from fsdp_tune.core.hub import resolves_inside
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.data.tokenise.exported_tokenizer import SavedTokenizer, TokenizerOrigin, save_tokenizer
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.base_model import LAYOUT_FILE, TENSORS_FILE, BaseLayout, BaseRecord
+from fsdp_tune.run.base_model import LAYOUT_FILE, TENSORS_FILE, BaseLayout, BaseModel, BaseRecord, describe_base
 from fsdp_tune.run.records import PartialFacts
 
 WRITTEN = "set in the recipe"
@@ -216,3 +216,12 @@ def untrained_tokens(recipe: Recipe, *, is_tied: bool) -> FsdpTuneError:
 def _trained_in_full(*, is_tied: bool) -> str:
     untied = " and untie them by `model: {config_overrides: {tie_word_embeddings: false}}`" if is_tied else ""
     return f"train embedding and head in full by `lora: {{modules_to_save: [embed_tokens, lm_head]}}`{untied}"
+
+
+def base_of(recipe: Recipe, facts: ModelFacts) -> BaseModel:
+    """Return the identity of the base of an adapter for base.json."""
+    base = describe_base(str(recipe.model.name_or_path), recipe.model.revision)
+    base = replace(base, config_changes=facts.config_changes)
+    if recipe.nf4 is None:
+        return base
+    return replace(base, nf4_weights=facts.nf4_weights, nf4_scales=recipe.nf4.scales)

@@ -1,17 +1,20 @@
 """The scores of a run's checkpoints (`evaluation:`): which are known, which checkpoint is the best by one, and which must be kept.
 
-metrics.jsonl alone has them, as events that name the checkpoint by the identity of its manifest. A checkpoint that was replaced by one of
-another attempt has another identity, so it has no score.
+metrics.jsonl alone has them, as events that name the checkpoint by the identity of its manifest, and what was computed by its definition
+(`EvaluationRecord`). A checkpoint of another attempt has another identity, and a changed set another definition: neither has a score.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints
+from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed, read_event
 from fsdp_tune.run.metrics_file import metrics_with
 
@@ -33,27 +36,36 @@ def checkpoint_events(run: RunDir) -> list[CheckpointEvaluated | CheckpointEvalu
 
 @dataclass(frozen=True, slots=True)
 class CheckpointScores:
-    """What metrics.jsonl has of the evaluations of checkpoints, by the identity of the checkpoint."""
+    """What metrics.jsonl has of the current evaluations of checkpoints, by the identity of the checkpoint."""
 
     evaluated: dict[str, CheckpointEvaluated]
+    """Those of the current definition."""
     failed: dict[str, CheckpointEvaluationFailed]
+    """Those of the current start of the run; the others are tried again."""
 
     @classmethod
     def read(cls, run: RunDir) -> CheckpointScores:
-        found = cls({}, {})
-        for event in checkpoint_events(run):
-            if isinstance(event, CheckpointEvaluated):
-                found.evaluated[event.checkpoint] = event
-            else:
-                found.failed[event.checkpoint] = event
-        return found
+        """Without evaluation.json, as in runs of earlier versions, the definition is that of the newest scores."""
+        events, record = checkpoint_events(run), EvaluationRecord.read(run.evaluation_json)
+        scored = [event for event in events if isinstance(event, CheckpointEvaluated)]
+        definition = record.definition if record is not None else scored[-1].definition if scored else None
+        return cls(
+            {event.checkpoint: event for event in scored if event.definition == definition},
+            {
+                event.checkpoint: event
+                for event in events
+                if isinstance(event, CheckpointEvaluationFailed) and (record is None or event.command == record.command)
+            },
+        )
 
     def best(self, name: str, complete: Sequence[Checkpoint], *, is_greater: bool) -> BestScore | None:
-        """Return the best of the complete checkpoints by a score, of equal ones the earliest; None if none has the score."""
+        """Return the best of the complete checkpoints by a score, of equal ones the earliest; None if none has the score as a number."""
         known = [
             BestScore(each, event.scores[name].value)
             for each in complete
-            if (event := self.evaluated.get(each.manifest.identity)) is not None and name in event.scores
+            if (event := self.evaluated.get(each.manifest.identity)) is not None
+            and name in event.scores
+            and math.isfinite(event.scores[name].value)
         ]
         sign = 1.0 if is_greater else -1.0
         return max(known, key=lambda each: (sign * each.value, -each.checkpoint.step), default=None)
@@ -67,12 +79,22 @@ def best_by_score(run: RunDir, recipe: Recipe, complete: Sequence[Checkpoint]) -
     return CheckpointScores.read(run).best(str(name), complete, is_greater=bool(is_greater))
 
 
+def checkpoints_to_evaluate(run: RunDir, evaluation: CheckpointEvaluation) -> list[Checkpoint]:
+    """Return the complete checkpoints of evaluated steps, oldest first, with or without scores."""
+    return [each for each in reversed(complete_checkpoints(run, elsewhere=None)[0]) if evaluation.evaluates(each.step)]
+
+
 def kept_for_scores(run: RunDir, recipe: Recipe) -> set[int]:
-    """Return the steps of the complete checkpoints that a rotation must keep: those to be evaluated, and the best of the evaluated ones."""
+    """Return the steps of the complete checkpoints that a rotation must keep: those to be evaluated, and the best of the evaluated ones.
+
+    While the best is wanted and not known, because evaluations failed or have no such score, all of them are kept: any may be the best.
+    """
     if not recipe.evaluation.is_on:
         return set()
-    complete, known = complete_checkpoints(run, elsewhere=None)[0], CheckpointScores.read(run)
+    due, known = checkpoints_to_evaluate(run, recipe.evaluation), CheckpointScores.read(run)
     identities = known.evaluated.keys() | known.failed.keys()
-    waiting = {each.step for each in complete if recipe.evaluation.evaluates(each.step) and each.manifest.identity not in identities}
-    best = best_by_score(run, recipe, complete)
+    best = best_by_score(run, recipe, complete_checkpoints(run, elsewhere=None)[0])
+    if recipe.best_by_score and best is None:
+        return {each.step for each in due}
+    waiting = {each.step for each in due if each.manifest.identity not in identities}
     return waiting | ({best.checkpoint.step} if best is not None else set())

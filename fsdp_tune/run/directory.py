@@ -113,6 +113,8 @@ class RunDir:
     logs = _Inside("logs")
     outcome_json = _Inside("logs/outcome.json")
     """How the last launch ended; absent while it runs, and if its supervisor was killed too."""
+    evaluation_json = _Inside("evaluation.json")
+    """What scores of checkpoints are computed from."""
     tracked_scores_json = _Inside("logs/tracked-scores.json")
     """Whose scores the experiment trackers have."""
     launcher_log = _Inside("logs/launcher.log")

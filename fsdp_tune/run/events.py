@@ -268,9 +268,13 @@ class CheckpointEvaluated(MetricsEvent):
     checkpoint: str
     seconds: float
     scores: dict[str, CheckpointScore]
+    definition: str | None = None
+    """Digest of what decides the scores: their rows, metrics and tasks."""
+    warnings: list[str] | None = None
 
     def shown(self) -> list[str]:
-        return [f"checkpoint-{self.step} evaluated: {', '.join(f'{name} {score}' for name, score in self.scores.items())}"]
+        scores = f"checkpoint-{self.step} evaluated: {', '.join(f'{name} {score}' for name, score in self.scores.items())}"
+        return [scores, *(f"warning: checkpoint-{self.step}: {warning}" for warning in self.warnings or ())]
 
 
 @event("checkpoint_evaluation_failed", "alarm")
@@ -280,6 +284,8 @@ class CheckpointEvaluationFailed(MetricsEvent):
     checkpoint: str
     code: str
     message: str
+    command: str | None = None
+    """Identifies the start of the run, as evaluation.json does."""
 
     def shown(self) -> list[str]:
         return [f"warning: checkpoint-{self.step} was not evaluated: {self.message}"]

@@ -164,7 +164,7 @@ def append_event(run: RunDir, event: MetricsEvent) -> None:
     with open(run.metrics_jsonl, "a+b") as file:
         if file.tell() > 0 and not _ends_a_line(run):
             file.write(b"\n")  # a rank that was killed may have left half a line
-        file.write(json.dumps(line).encode() + b"\n")
+        file.write(json.dumps(json_safe(line), allow_nan=False).encode() + b"\n")
 
 
 def _ends_a_line(run: RunDir) -> bool:

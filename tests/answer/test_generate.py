@@ -15,7 +15,7 @@ from fsdp_tune.answer.examples import AnswerSettings, ModelsRequest, ModelToEval
 from fsdp_tune.answer.generate import Answering, PieceStreamer, StopFlag
 from fsdp_tune.data.prompts import Prompt, question
 from fsdp_tune.data.read.file_access import EOS, PAD, builtin_tokenizer
-from fsdp_tune.jobs.evaluate import recipe_of_model
+from fsdp_tune.jobs.evaluated_recipes import recipe_of_model
 from fsdp_tune.jobs.options import Allowed
 from tests.parity.peft_adapters import make_adapter
 

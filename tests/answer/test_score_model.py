@@ -14,11 +14,11 @@ from fsdp_tune.answer.examples import Request, find_model
 from fsdp_tune.answer.loaded_model import load_model
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
-from fsdp_tune.jobs.train import base_of
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.model_files import base_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, describe_base
 from fsdp_tune.run.records import DOCUMENT_DIGEST

@@ -15,6 +15,7 @@ RESULTS: dict[str, Any] = {
     "results": {
         "arc_easy": {"alias": "arc_easy", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.25, "acc_norm_stderr,none": "N/A"},
         "gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.125, "exact_match_stderr,strict-match": 0.0},
+        "wikitext": {"alias": "wikitext", "word_perplexity,none": float("inf"), "bits_per_byte,none": float("nan")},
     },
     "n-samples": {"arc_easy": {"original": 2376, "effective": 20}, "gsm8k": {"original": 1319, "effective": 8}},
 }

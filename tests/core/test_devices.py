@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core import devices
-from fsdp_tune.core.devices import Device, select, this_machine, torch_facts, visible_devices
+from fsdp_tune.core.devices import Device, only_visible, select, this_machine, torch_facts, visible_devices
 from fsdp_tune.core.gpus import detect
 
 FOUR = [Device("cuda", "H100", f"GPU-{index}{index}ab", 80 << 30) for index in range(4)]
@@ -95,6 +95,7 @@ def test_amd_gpus_have_the_names_and_memory_of_the_driver(amd: Path) -> None:
     assert visible_devices({}) == [named, partition]
     assert visible_devices({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}) == [partition]
     assert visible_devices({"HIP_VISIBLE_DEVICES": "GPU-0000000000c0ffee"}) == [named]
+    assert only_visible({"HIP_VISIBLE_DEVICES": "1,0", "CUDA_VISIBLE_DEVICES": "0"}, slice(1, None)) == {"HIP_VISIBLE_DEVICES": "0"}
     machine = this_machine("auto", {})
     assert (machine.device, machine.device_count, machine.device_name) == ("cuda", 2, "AMD Instinct MI300X OAM")
     hardware = detect(named.name)

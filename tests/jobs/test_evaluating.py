@@ -6,21 +6,25 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core import devices
+from fsdp_tune.core.devices import Device
+from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.jobs import evaluating as jobs
-from fsdp_tune.jobs.evaluating import Evaluating, EvaluationDevice, check_evaluation, evaluation_device
+from fsdp_tune.jobs.evaluating import Evaluating, EvaluationDevice, check_evaluation, evaluating, evaluation_device
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
-from fsdp_tune.run.metrics_file import MetricsFile, read_metrics
+from fsdp_tune.run.evaluation_record import EvaluationRecord
+from fsdp_tune.run.metrics_file import MetricsFile, append_event, read_metrics
 from tests.run.test_checkpoint_scores import save
 
 SCORES = {"scores": {"sums/exact_match": {"value": 0.5, "low": 0.1, "high": 0.9, "rows": 8}}}
@@ -164,7 +168,8 @@ def test_mistake_in_a_set_is_found_before_training(tmp_path: Path, monkeypatch: 
 def test_evaluation_uses_gpus_that_no_rank_uses(
     monkeypatch: pytest.MonkeyPatch, when: str, visible: int, ranks: int, variable: str | None, expected: EvaluationDevice
 ) -> None:
-    monkeypatch.setattr(jobs, "visible_devices", lambda _: [object()] * visible)
+    there = 7 if variable is not None else visible
+    monkeypatch.setattr(devices, "nvidia_devices", lambda: [Device("cuda", "A GPU", f"GPU-{index}") for index in range(there)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
@@ -187,3 +192,122 @@ def test_signal_at_the_last_step_is_not_followed_by_evaluations(
         evaluations.finish()
         evaluations.finish(number)  # nothing is left, so the run is merged
     assert events(run) == [("checkpoint_evaluated", 10)]
+
+
+class Notices(Observer):
+    def __init__(self) -> None:
+        self.codes: list[str] = []
+
+    def notices(self, notices: Sequence[Notice]) -> None:
+        self.codes += [each.code for each in notices]
+
+
+def evaluated(run: RunDir) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(run) if line.get("event") == "checkpoint_evaluated"]
+
+
+def test_score_that_no_task_has_is_a_warning_and_nothing_is_deleted(run: RunDir, scored_by: Callable[[str], None]) -> None:
+    scored_by(PRINTS.format(line={"scores": {"gsm8k/exact_match.strict-match": {"value": 0.5, "low": None, "high": None, "rows": 8}}}))
+    best = {"metric_for_best_model": "gsm8k/exact_match", "greater_is_better": True, "load_best_model_at_end": True}
+    document = recipe(run, save_total_limit=1, **best).model_dump(by_alias=True)
+    document["evaluation"] |= {"sets": [], "tasks": ["gsm8k"]}
+    for step in (10, 20, 30):
+        save(run, step)
+    Evaluating(run, Recipe.model_validate(document), Observer()).finish()
+    assert [each.step for each in complete_checkpoints(run)[0]] == [30, 20, 10]
+    first, *others = [line["warnings"] for line in evaluated(run)]
+    assert "no score `gsm8k/exact_match`" in first[0]
+    assert "gsm8k/exact_match.strict-match" in first[0]
+    assert others == [[], []]
+
+
+@pytest.mark.parametrize(("program", "event"), [("raise SystemExit(3)", "_evaluation_failed"), (PRINTS.format(line=SCORES), "_evaluated")])
+def test_line_that_a_full_disk_refused_is_written_later(
+    run: RunDir, scored_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, program: str, event: str
+) -> None:
+    calls: list[object] = []
+
+    def append(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        append_event(*arguments)
+
+    monkeypatch.setattr(jobs, "append_event", append)
+    scored_by(program)
+    save(run, 10)
+    Evaluating(run, recipe(run), Observer()).finish()
+    assert events(run) == [(f"checkpoint{event}", 10)]
+
+
+def test_scores_that_are_empty_are_a_failure(run: RunDir, scored_by: Callable[[str], None]) -> None:
+    scored_by(PRINTS.format(line={"scores": {}, "warnings": ["`wikitext/bits_per_byte` is nan, so it is left out"]}))
+    save(run, 10)
+    Evaluating(run, recipe(run), Observer()).finish()
+    (line,) = read_metrics(run)
+    assert (line["event"], line["code"]) == ("checkpoint_evaluation_failed", "evaluation-failed")
+    assert "bits_per_byte" in line["message"]
+
+
+def test_finished_run_is_concluded_although_nothing_can_be_removed_or_logged(
+    run: RunDir, scored_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    scored_by(PRINTS.format(line=SCORES))
+    save(run, 10)
+    observer = Notices()
+    Evaluating(run, recipe(run), observer).finish()
+    monkeypatch.setattr(jobs, "rotate", refuse)
+    monkeypatch.setattr(jobs.DISK, "open_private", refuse)
+    Evaluating(run, recipe(run, report_to=["tensorboard"]), observer).finish()
+    assert observer.codes == ["rotation-failed", "scores-not-tracked"]
+
+
+def test_process_of_an_evaluation_has_a_clean_environment_and_the_gpus_that_ranks_have_left(
+    run: RunDir, scored_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    scored_by(
+        "import sys, json, os; name = f'{sys.argv[3]} {os.environ.get(chr(76) + \"OCAL_RANK\")}'; "
+        "print(json.dumps({'scores': {name: {'value': 1.0, 'low': None, 'high': None, 'rows': 1}}}))"
+    )
+    save(run, 10)
+    document = recipe(run).model_dump(by_alias=True)
+    document["launch"] |= {"device": "cuda", "num_processes": 1}
+    monkeypatch.setattr(jobs, "visible_devices", lambda _: [object()])
+    Evaluating(run, Recipe.model_validate(document), Observer()).finish()
+    assert [list(line["scores"]) for line in evaluated(run)] == [["auto None"]]
+
+
+def test_worker_that_a_killed_process_has_left_is_ended(run: RunDir, scored_by: Callable[[str], None]) -> None:
+    """It holds the standard output open, which is read to its end."""
+    worker = "open(sys.argv[1] + '/worker', 'w').write(str(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(40)']).pid))"
+    scored_by(f"import os, sys, subprocess; {worker}; os.kill(os.getpid(), 9)")
+    save(run, 10)
+    started = time.monotonic()
+    Evaluating(run, recipe(run), Observer()).finish()
+    assert time.monotonic() - started < 30
+    assert events(run) == [("checkpoint_evaluation_failed", 10)]
+    left = int((run.path / "worker").read_text())
+    until(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_finished_run_is_scored_by_the_evaluation_of_the_new_command(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Recipe] = []
+
+    def check(own: Recipe, *_: object) -> EvaluationRecord:
+        checked.append(own)
+        return EvaluationRecord.of(own.evaluation, {"sums": "digest"})
+
+    monkeypatch.setattr(jobs, "check_evaluation", check)
+    monkeypatch.setattr(jobs, "load_encoder", lambda _: None)
+    monkeypatch.setattr(jobs, "recipe_of_run", lambda _: recipe(run).model_copy(update={"evaluation": CheckpointEvaluation()}))
+    for _ in range(2):
+        with evaluating(run, recipe(run), Observer(), had_finished=True):
+            pass
+    assert [each.evaluation for each in checked] == [recipe(run).evaluation]
+    record = EvaluationRecord.read(run.evaluation_json)
+    assert record is not None
+    assert record.section == recipe(run).evaluation

@@ -16,7 +16,7 @@ from fsdp_tune.answer.examples import AnswerSettings, ModelsRequest, find_model
 from fsdp_tune.answer.generate import Answering, Reference, StopFlag
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs import served as job
-from fsdp_tune.jobs.evaluate import recipe_of_model
+from fsdp_tune.jobs.evaluated_recipes import recipe_of_model
 from fsdp_tune.jobs.generate import AnsweringModel
 from fsdp_tune.jobs.options import Allowed, CompareOptions, GenerateOptions
 from fsdp_tune.jobs.served import CompareAnswer

@@ -17,7 +17,10 @@ def test_best_checkpoint_is_by_the_score_or_an_error(tmp_path: Path) -> None:
     run.recipe_json.write_text(recipe_by("text/perplexity", is_greater=False).model_dump_json(by_alias=True))
     for step in (10, 20, 30):
         save(run, step)
-    with pytest.raises(FailedError, match="no complete checkpoint has the score `text/perplexity`"):
+    with pytest.raises(FailedError, match="so none is the best; none of them has scores"):
+        _best(run, complete(run))
+    score(run, 10, text__loss=3.0)
+    with pytest.raises(FailedError, match="their scores are text/loss"):
         _best(run, complete(run))
     score(run, 10, text__perplexity=3.0)
     score(run, 20, text__perplexity=2.0)

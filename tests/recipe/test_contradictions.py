@@ -167,6 +167,15 @@ OF_EVALUATIONS = [
         "evaluation:\n  sets: [{path: a.jsonl}]\ntraining: {metric_for_best_model: a/perplexity, greater_is_better: true}",
         "would keep the worst",
     ),
+    (
+        "evaluation:\n  tasks: [wikitext]\ntraining: {metric_for_best_model: wikitext/bits_per_byte}",
+        "`training.greater_is_better` is missing",
+    ),
+    ("evaluation:\n  tasks: [mine.yaml]", "would run the code"),
+    ("evaluation:\n  tasks: [arc_easy, folder/mine]", "would run the code"),
+    (f"{_SET}  every: 1000\ntraining: {{metric_for_best_model: sums/exact_match, max_steps: 900}}", "evaluates no checkpoint of them"),
+    (f"{_SET}  every: 10\ntraining: {{metric_for_best_model: sums/exact_match, save_strategy: epoch}}", "no saved step may be one of them"),
+    (f"{_SET}  every: 10\ntraining: {{metric_for_best_model: sums/exact_match, save_steps: 0.5}}", "no saved step may be one of them"),
 ]
 """Problems of `evaluation:` after `MINIMAL`, or of what needs its scores."""
 

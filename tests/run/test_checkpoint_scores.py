@@ -9,6 +9,7 @@ import pytest
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import best_by_score, kept_for_scores
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, RunDir, complete_checkpoints
+from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.event_parts import CheckpointScore
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
@@ -33,9 +34,9 @@ def complete(run: RunDir) -> list[Checkpoint]:
     return complete_checkpoints(run)[0]
 
 
-def score(run: RunDir, step: int, **scores: float) -> None:
+def score(run: RunDir, step: int, definition: str | None = None, **scores: float) -> None:
     named = {name.replace("__", "/"): CheckpointScore(value, None, None, 8) for name, value in scores.items()}
-    append_event(run, CheckpointEvaluated(step, identity(run, step), 1.0, named))
+    append_event(run, CheckpointEvaluated(step, identity(run, step), 1.0, named, definition))
 
 
 def recipe_by(metric: str, *, is_greater: bool, evaluation: str = "") -> Recipe:
@@ -86,3 +87,62 @@ def test_rotation_keeps_only_steps_that_are_evaluated(run: RunDir) -> None:
     recipe = load_with((SETS % ", every: 20") + "training: {save_steps: 10}\n").recipe
     assert kept_for_scores(run, recipe) == {20, 40}
     assert kept_for_scores(run, load_with("").recipe) == set()
+
+
+def test_all_evaluated_steps_are_kept_while_none_is_known_to_be_the_best(run: RunDir) -> None:
+    for step in (10, 20, 30, 40):
+        save(run, step)
+        if step < 40:
+            score(run, step, sums__another=0.5)
+    append_event(run, CheckpointEvaluationFailed(40, identity(run, 40), "evaluation-failed", "its process ended"))
+    assert kept_for_scores(run, recipe_by("sums/exact_match", is_greater=True)) == {10, 20, 30, 40}
+    assert kept_for_scores(run, load_with(SETS % "").recipe) == set()
+    score(run, 20, sums__exact_match=0.5)
+    assert kept_for_scores(run, recipe_by("sums/exact_match", is_greater=True)) == {20}
+
+
+def test_best_score_is_a_number(run: RunDir) -> None:
+    for step, value in ((10, 0.5), (20, 0.9), (30, float("nan")), (40, float("inf"))):
+        save(run, step)
+        score(run, step, sums__exact_match=value)
+    for is_greater, best in ((True, 20), (False, 10)):
+        found = best_by_score(run, recipe_by("sums/exact_match", is_greater=is_greater), complete(run))
+        assert found is not None
+        assert found.checkpoint.step == best
+
+
+def test_scores_of_another_definition_are_not_compared(run: RunDir) -> None:
+    recipe = recipe_by("sums/exact_match", is_greater=True)
+    before = EvaluationRecord.of(recipe.evaluation, {"sums": "rows", "text": "rows"})
+    for step in (10, 20):
+        save(run, step)
+        score(run, step, before.definition, sums__exact_match=1.0 / step)
+    for record, expected in ((before, 10), (EvaluationRecord.of(recipe.evaluation, {"sums": "other rows", "text": "rows"}), None)):
+        record.write(run.evaluation_json)
+        found = best_by_score(run, recipe, complete(run))
+        assert (found.checkpoint.step if found is not None else None) == expected
+    assert kept_for_scores(run, recipe) == {10, 20}
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [(", every: 20, batch_size: 2", True), (", task_rows: 8, tasks: [arc_easy]", False), (", tasks: [arc_easy]", False)],
+)
+def test_definition_is_what_decides_scores(other: str, *, is_same: bool) -> None:
+    one, two = (
+        EvaluationRecord.of(load_with(text).recipe.evaluation, {}) for text in (SETS % "", SETS % other + "training: {save_steps: 10}\n")
+    )
+    assert (one.definition == two.definition) == is_same
+    answers = load_with(SETS.replace("exact_match", "exact_match, answer: 'a (.*)'") % "").recipe.evaluation
+    assert EvaluationRecord.of(answers, {}).definition != one.definition
+
+
+def test_failure_counts_in_its_own_start_of_the_run(run: RunDir) -> None:
+    recipe = load_with(SETS % "").recipe
+    save(run, 10)
+    record = EvaluationRecord.of(recipe.evaluation, {})
+    record.write(run.evaluation_json)
+    append_event(run, CheckpointEvaluationFailed(10, identity(run, 10), "evaluation-failed", "no room", record.command))
+    assert kept_for_scores(run, recipe) == set()
+    EvaluationRecord.of(recipe.evaluation, {}).write(run.evaluation_json)
+    assert kept_for_scores(run, recipe) == {10}

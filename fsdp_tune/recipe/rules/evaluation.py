@@ -17,6 +17,7 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 
 _KEY = "evaluation.sets"
 _LABEL = re.compile(r"[\w.-]+")
+_TASK_FILES = (".yaml", ".yml")
 _OF_TRAINING = ("weight", "repeats", "loader", "loader_options")
 """Keys of a source that say how often, and by which extension, rows of the training are read."""
 _OF_ANSWERS = ("answer", "max_new_tokens")
@@ -25,6 +26,12 @@ _OF_ANSWERS = ("answer", "max_new_tokens")
 def sets_are_clear(recipe: Recipe) -> Iterator[Finding]:
     """Scores are named by the label of their set, or by the task: no two may have one name."""
     names = dict.fromkeys(recipe.evaluation.tasks, "evaluation.tasks")
+    for task in recipe.evaluation.tasks:
+        if not _LABEL.fullmatch(task) or task.lower().endswith(_TASK_FILES):
+            message = f"`evaluation.tasks` names `{shown(task)}`, and names of tasks have letters, digits, `_`, `.` and `-`; "
+            message += "lm_eval would run the code that a file or folder of tasks names"
+            hint = "name a task that lm_eval has; for your own, `lm_eval run --include_path` scores the merged model"
+            yield Finding("wrong-value", ("evaluation.tasks",), message, hint)
     for index, entry in enumerate(recipe.evaluation.sets):
         key, label = f"{_KEY}[{index}]", entry.set_label
         if label in names:
@@ -85,9 +92,34 @@ def scores_choose_alone(recipe: Recipe) -> Iterator[Finding]:
     if training_value(recipe.training, "save_strategy") == "best":
         message = f"{why}, so `training.save_strategy: best` cannot save by it"
         yield Finding("contradiction", ("training.save_strategy", key), message, "write `save_strategy: steps`")
-    if str(metric).endswith(("/perplexity", "/loss")) and training_value(recipe.training, "greater_is_better"):
+    if metric not in recipe.evaluation.scores:
+        if training_value(recipe.training, "greater_is_better") is None:
+            message = f"`{key}: {metric}` is a score of lm_eval, and `training.greater_is_better` is missing"
+            hint = "write true for accuracies and matches, false for perplexities, bits_per_byte, brier_score and error rates"
+            yield Finding("missing-key", (key,), message, hint)
+    elif str(metric).endswith(("/perplexity", "/loss")) and training_value(recipe.training, "greater_is_better"):
         message = f"`training.greater_is_better: true` would keep the worst checkpoint: `{metric}` is better when it is smaller"
         yield Finding("contradiction", ("training.greater_is_better", key), message, "leave it out")
+
+
+def best_is_evaluated(recipe: Recipe, steps: int) -> Iterator[Finding]:
+    """Yield a mistake if `evaluation.every` leaves out every checkpoint of a run of `steps`, so that none could be the best."""
+    every = recipe.evaluation.every
+    if recipe.best_by_score and every is not None and every > steps:
+        message = f"the run has {steps:,} steps, and `evaluation.every: {every}` evaluates no checkpoint of them, so none is the best"
+        yield Finding("contradiction", ("evaluation.every", "training.metric_for_best_model"), message, f"write {steps} or less")
+
+
+def best_is_evaluated_in_time(recipe: Recipe) -> Iterator[Finding]:
+    """Require saves of known steps where `evaluation.every` chooses among them and the best one is wanted."""
+    strategy, save = training_value(recipe.training, "save_strategy"), recipe.training.save_steps
+    if recipe.best_by_score and recipe.evaluation.every is not None and (strategy == "epoch" or (strategy == "steps" and save < 1)):
+        saves = "save_strategy: epoch" if strategy == "epoch" else f"save_steps: {save:g}"
+        message = f"`evaluation.every` chooses the steps to evaluate, and with `training.{saves}` no saved step may be one of them"
+        keys = ("evaluation.every", f"training.{saves.partition(':')[0]}")
+        yield Finding("contradiction", keys, message, "leave `every` out, or write `save_steps` as a number of steps")
+    if (steps := training_value(recipe.training, "max_steps")) > 0:
+        yield from best_is_evaluated(recipe, steps)
 
 
 def evaluation_keys_are_read(recipe: Recipe) -> Iterator[Finding]:
@@ -101,4 +133,10 @@ def evaluation_keys_are_read(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("missing-key", (f"evaluation.{lonely[0]}", "evaluation"), message, hint)
 
 
-EVALUATION_RULES: tuple[Rule, ...] = (sets_are_clear, evaluation_has_checkpoints, scores_choose_alone, evaluation_keys_are_read)
+EVALUATION_RULES: tuple[Rule, ...] = (
+    sets_are_clear,
+    evaluation_has_checkpoints,
+    scores_choose_alone,
+    best_is_evaluated_in_time,
+    evaluation_keys_are_read,
+)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import checkpoint_events
 from fsdp_tune.run.directory import RunDir
@@ -24,12 +27,13 @@ from fsdp_tune.run.metrics_file import MetricsReader
 from fsdp_tune.run.records import Document
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
 from fsdp_tune.worker.observe.tracker_ids import continue_tracker_runs
+from fsdp_tune.worker.observe.trackers import Guarded
 from fsdp_tune.worker.rank import set_environment
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedScores(Document):
-    """tracked-scores.json: the checkpoints whose scores the trackers have, by identity."""
+    """tracked-scores.json: the scores that the trackers have, by the identity of their checkpoint and their definition."""
 
     checkpoints: list[str] = field(default_factory=list[str])
 
@@ -37,11 +41,18 @@ class TrackedScores(Document):
     def of(cls, run: RunDir) -> TrackedScores:
         return cls.read(run.tracked_scores_json) or cls()
 
+    def has(self, event: CheckpointEvaluated) -> bool:
+        return _identity(event) in self.checkpoints
+
     def added(self, run: RunDir, event: CheckpointEvaluated) -> TrackedScores:
         """Return them with a checkpoint that is sent now, and write them."""
-        now = TrackedScores([*self.checkpoints, event.checkpoint])
+        now = TrackedScores([*self.checkpoints, _identity(event)])
         now.write(run.tracked_scores_json)
         return now
+
+
+def _identity(event: CheckpointEvaluated) -> str:
+    return event.checkpoint if event.definition is None else f"{event.checkpoint}/{event.definition}"
 
 
 def values_of(event: CheckpointEvaluated) -> dict[str, float]:
@@ -49,25 +60,33 @@ def values_of(event: CheckpointEvaluated) -> dict[str, float]:
 
 
 class SendScores(AttachedCallback):
-    """Send new scores with each line of the run, at the step of their checkpoint. Runs on rank 0 and computes nothing."""
+    """Send new scores to the trackers with each line of the run, at the step of their checkpoint. Runs on rank 0 and computes nothing.
+
+    No other callback is called: one with a collective would wait for ranks that have no scores. What cannot be read or written now is sent
+    by the process after the ranks.
+    """
 
     def __init__(self, run: RunDir) -> None:
-        self._run, self._reader, self._is_sending = run, MetricsReader(run.metrics_jsonl), False
+        self._run, self._reader = run, MetricsReader(run.metrics_jsonl)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: object
     ) -> None:
-        if self._is_sending or not state.is_world_process_zero:
+        if not state.is_world_process_zero:
             return
-        found = [event for event in map(read_event, self._reader.read()[0]) if isinstance(event, CheckpointEvaluated)]
-        if not found:
-            return
-        tracked, self._is_sending = TrackedScores.of(self._run), True
+        with suppress(OSError, FsdpTuneError):
+            found = [event for event in map(read_event, self._reader.read()[0]) if isinstance(event, CheckpointEvaluated)]
+            if found:
+                self._send(found, args, state, control)
+
+    def _send(self, found: Sequence[CheckpointEvaluated], args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        tracked = TrackedScores.of(self._run)
         for event in found:
-            if event.checkpoint not in tracked.checkpoints:
-                self.trainer.callback_handler.on_log(args, replace(state, global_step=event.step), control, values_of(event))
+            if not tracked.has(event):
+                for callback in self.trainer.callback_handler.callbacks:
+                    if isinstance(callback, Guarded):
+                        callback.on_log(args, replace(state, global_step=event.step), control, logs=values_of(event))
                 tracked = tracked.added(self._run, event)
-        self._is_sending = False
 
 
 class _SilentArguments(TrainingArguments):
@@ -81,7 +100,7 @@ def send_rest(run: RunDir, recipe: Recipe) -> None:
     """Send the scores that the ranks have not sent."""
     tracked = TrackedScores.of(run)
     found = [event for event in checkpoint_events(run) if isinstance(event, CheckpointEvaluated)]
-    rest = [event for event in found if event.checkpoint not in tracked.checkpoints]
+    rest = [event for event in found if not tracked.has(event)]
     if not rest:
         return
     set_environment(recipe, run)

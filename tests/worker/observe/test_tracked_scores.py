@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
@@ -16,6 +16,7 @@ from fsdp_tune.run.events import CheckpointEvaluated
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.worker.observe import tracked_scores
 from fsdp_tune.worker.observe.tracked_scores import SendScores, send_rest
+from fsdp_tune.worker.observe.trackers import Guarded
 
 
 @pytest.fixture
@@ -34,8 +35,17 @@ def sender(run: RunDir, sent: list[tuple[int, dict[str, float]]]) -> SendScores:
     def on_log(_: object, state: TrainerState, __: object, logs: dict[str, float]) -> None:
         sent.append((state.global_step, logs))
 
+    class Tracker(TrainerCallback):
+        def on_log(self, *arguments: Any, **values: Any) -> None:
+            on_log(*arguments, **values)
+
+    class Extension(TrainerCallback):
+        def on_log(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("its collective would wait for the other ranks")
+
     made = SendScores(run)
-    made.trainer = SimpleNamespace(callback_handler=SimpleNamespace(on_log=on_log))  # type: ignore[assignment]
+    callbacks = [Extension(), made, Guarded(Tracker(), print, 60.0)]
+    made.trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=callbacks))  # type: ignore[assignment]
     return made
 
 
@@ -56,6 +66,21 @@ def test_rank_0_sends_each_checkpoint_once_also_after_a_resume(run: RunDir) -> N
     resumed = sender(run, sent)
     log(resumed)
     log(resumed)
+    assert [step for step, _ in sent] == [10, 20]
+
+
+def test_full_disk_does_not_end_rank_0(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    sent: list[tuple[int, dict[str, float]]] = []
+    made = sender(run, sent)
+    evaluate(run, 10)
+    with monkeypatch.context() as patched:
+        patched.setattr(tracked_scores.TrackedScores, "write", write)
+        log(made)
+    evaluate(run, 20)
+    log(made)
     assert [step for step, _ in sent] == [10, 20]
 
 
