@@ -64,11 +64,16 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
                 "sums/exact_match": {"value": 0.5, "low": 0.25, "high": 0.75, "rows": 8},
                 "arc_easy/acc": {"value": 0.25, "low": None, "high": None, "rows": 20},
             },
+            "definition": "77",
+            "warnings": ["sums: 1 of 8 answers was cut"],
         },
-        ["checkpoint-7 evaluated: sums/exact_match 0.5000 [0.2500, 0.7500], arc_easy/acc 0.2500"],
+        [
+            "checkpoint-7 evaluated: sums/exact_match 0.5000 [0.2500, 0.7500], arc_easy/acc 0.2500",
+            "warning: checkpoint-7: sums: 1 of 8 answers was cut",
+        ],
     ),
     "checkpoint_evaluation_failed": (
-        {"checkpoint": "0a54", "code": "merge-disk-full", "message": "no room"},
+        {"checkpoint": "0a54", "code": "merge-disk-full", "message": "no room", "command": "c1"},
         ["warning: checkpoint-7 was not evaluated: no room"],
     ),
     "rotation_failed": ({"message": "busy"}, ["step 7: rotation failed: busy"]),
