@@ -69,7 +69,7 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
     with writing_to(target), staged_directory(target, replace=target.exists(), last=RECORD_NAME) as stage:
         request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "merged": str(merged.absolute())}
         found = _converted(request | {"output": str(stage.absolute()), "max_shard_bytes": max_shard_bytes})
-        if found["difference"] > _ALLOWED[recipe.compute_dtype]:
+        if not found["difference"] <= _ALLOWED[recipe.compute_dtype]:  # also NaN
             message = f"the logits of the quantised model differ from those of the trained one by {found['difference']:.1e} of their norm"
             raise failed_error("merge-quantised-differs", message, hint="nothing was published; the merged model is complete")
         for path in sorted(merged.iterdir()):
