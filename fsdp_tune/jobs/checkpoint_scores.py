@@ -70,7 +70,7 @@ def score_checkpoint(run: RunDir, step: int, device: DeviceKind) -> dict[str, Ch
     DISK.mkdir(folder)
     try:
         exports = recipe.lora is not None and recipe.merge.adapter == "adapter"
-        options = MergeOptions(output=folder / f"checkpoint-{step}-model", step=step, verify="quick", adapter=exports)
+        options = MergeOptions(output=folder / f"checkpoint-{step}-model", step=step, verify="quick", adapter=exports, quantise=False)
         model = merge_checkpoint(run.path, options).output
         scores = _score_sets(run, model, recipe, device) if recipe.evaluation.sets else {}
         if recipe.evaluation.tasks:
