@@ -181,15 +181,18 @@ def _merged_before(selection: Selection, settings: MergeSettings, options: Merge
         return None
     require_unchanged_output(settings.output)
     weights = [path for path in settings.output.glob("*.safetensors") if path.is_file()]
+    parameters_of = Counter[str]()
+    for each in tensors:
+        parameters_of[each["dtype"]] += math.prod(each["shape"])
     return MergeResult(
         output=settings.output,
         source=selection.weights[0].checkpoint,
         step=selection.weights[0].step,
         reason=f"{settings.output} has it already",
-        dtype=Counter(each["dtype"] for each in tensors).most_common(1)[0][0],
+        dtype=parameters_of.most_common(1)[0][0],
         files=tuple(sorted(record["files"])),
         tensors=len(tensors),
-        parameters=sum(math.prod(each["shape"]) for each in tensors),
+        parameters=parameters_of.total(),
         size_bytes=sum(path.stat().st_size for path in weights),
         seconds=0.0,
         verified=settings.verify,

@@ -140,7 +140,7 @@ def test_failed_conversion_is_repeated_without_a_new_merge(run: RunDir, conversi
     written = (run.merged / "model.safetensors").stat().st_mtime_ns
     conversion.fails = False
     found = merge_checkpoint(run.path, MergeOptions(quantise=True))
-    assert (found.quantised is not None, found.step, found.tensors, found.parameters, found.dtype) == (True, 20, 1, 6, "fp32")
+    assert (found.quantised is not None, found.step, found.tensors, found.parameters, found.dtype) == (True, 20, 1, 6, "float32")
     assert (run.merged / "model.safetensors").stat().st_mtime_ns == written
     assert is_merged(run, saved)
     with pytest.raises(FsdpTuneError, match="the output exists"):
