@@ -120,7 +120,7 @@ class AnswerReader:
 
 
 Measure = Literal["generate", "loss", "extension"]
-OF_A_RUN = ("merged", "adapter")
+OF_A_RUN = ("merged", "merged-quantised", "adapter")
 PROMPT_TYPES = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 """Types of PEFT whose values PEFT's wrapper adds to the input (`PeftConfig.is_prompt_learning`)."""
 
@@ -212,7 +212,7 @@ def _adapter(name: str, folder: Path) -> ModelToEvaluate:
 
 
 def run_of_model(model: ModelToEvaluate) -> RunDir | None:
-    """Return the run that wrote a model: RUN, RUN/merged or RUN/adapter; None for any other."""
+    """Return the run that wrote a model: RUN, RUN/merged, RUN/merged-quantised or RUN/adapter; None for any other."""
     path = Path(model.adapter or model.weights)
     return run_of(path.parent) if path.name in OF_A_RUN else None
 

@@ -52,6 +52,7 @@ from fsdp_tune.data.report import InputAccount
 from fsdp_tune.data.row_order import RowOrder, row_order
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.model.kernels.fake_quantised import prepare_quantised
 from fsdp_tune.model.loading.construct import build_full, model_config
 from fsdp_tune.model.mixers import separate_packed
 from fsdp_tune.model.optim.optimizer import build_optimizer
@@ -294,6 +295,7 @@ class Side:
         config = model_config(recipe)
         model = build_full(recipe, config, vocabulary=self.vocabulary)
         separate_packed(recipe, model)
+        self._quantise(recipe, model)
         if self.shows_defaults and not self.is_full and recipe.model.name_or_path is not None:
             loaded = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path)
             self.stages["defaults"] = StageFacts({"parameters": str(loaded.dtype).removeprefix("torch.")})
@@ -317,6 +319,19 @@ class Side:
         steps = [self._cut(rows) for rows in self.steps_of_rows] or [self._invented(model)] * STEPS
         self._forward(recipe, model, steps[0])
         self._train(recipe, model, steps[:STEPS])
+
+    def _quantise(self, recipe: Recipe, model: PreTrainedModel) -> None:
+        """Prepare quantisation-aware training; where the small model cannot be, it is reported as left out."""
+        section = self.recipe.quantised_training
+        if section is None:
+            return
+        try:
+            prepare_quantised(recipe, model)
+        except FsdpTuneError as error:
+            self._leave_out(f"`quantization.train: {section.train}`: {error.problems[0].message}")
+        else:
+            if recipe.quantised_training is None:
+                self._leave_out(f"`quantization.train: {section.train}`")
 
     def _one_process(self) -> Recipe:
         """Return the recipe for one process on the CPU, and write its small model unless the recipe's own weights are wanted."""

@@ -48,6 +48,7 @@ from fsdp_tune.jobs.recipes import check_cache, refuse_code, resolve_recipe
 from fsdp_tune.merge.card_metadata import hub_id
 from fsdp_tune.merge.output_directory import CARD_NAME, without_folders
 from fsdp_tune.merge.publish import CardResult, add_results
+from fsdp_tune.merge.quantised import rounding_notices
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension, find_extension
@@ -255,7 +256,8 @@ def _check_models(models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, 
     own: dict[str, int] = encoder.tokenizer.get_vocab()
     for model in models:
         if (run := run_of_model(model)) is not None:
-            observer.notices(newer_checkpoint(run, Path(model.adapter or model.weights)))
+            folder = Path(model.adapter or model.weights)
+            observer.notices([*newer_checkpoint(run, folder), *rounding_notices(read_resolved(run), folder, run)])
         try:
             other = open_tokenizer(recipe_of_model(model, options.allowed)).tokenizer.get_vocab()
         except FsdpTuneError:  # it has no tokenizer of its own, or none that can be trained with

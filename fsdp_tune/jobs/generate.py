@@ -42,6 +42,7 @@ from fsdp_tune.jobs.recipes import refuse_code
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge import merging
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
+from fsdp_tune.merge.quantised import rounding_notices
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import DataSource
@@ -356,7 +357,8 @@ def _choose(name: str, options: GenerateOptions, observer: Observer, stack: Exit
     model = find_model(name)
     run = run_of_model(model)
     if run is not None:
-        observer.notices(newer_checkpoint(run, Path(model.adapter or model.weights)))
+        folder = Path(model.adapter or model.weights)
+        observer.notices([*newer_checkpoint(run, folder), *rounding_notices(read_resolved(run), folder, run)])
     return _with_base(model, run, options)
 
 
@@ -380,7 +382,7 @@ def _of_run(run: RunDir, name: str, step: int | None, options: GenerateOptions, 
         return _with_base(_of_checkpoint(run, step, observer, stack), run, options)
     if step is not None or exported is None:
         _refuse_unmerged(run, name, step)
-    observer.notices(newer_checkpoint(run, exported))
+    observer.notices([*newer_checkpoint(run, exported), *rounding_notices(read_resolved(run), exported, run)])
     model = find_model(str(exported))
     return _with_base(replace(model, name=name), run, options)
 

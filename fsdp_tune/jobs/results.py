@@ -29,7 +29,7 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import MergeResult
 from fsdp_tune.merge.output_directory import RECORD_NAME, check_target, writing_to
 from fsdp_tune.merge.publish import HubTarget, Pushed, upload
-from fsdp_tune.merge.quantised import quantise_merged
+from fsdp_tune.merge.quantised import is_quantised_model, quantise_merged
 from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.rules.launch import MIRROR_URL
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -207,6 +207,12 @@ def _merge(source: Path, options: MergeOptions, observer: Observer, *, origin: s
     size = format_bytes(quantised.size_bytes)
     observer.message(f"the quantised model is in {quantised.path} ({size}); its logits differ by {quantised.difference:.1e} of their norm")
     return replace(result, quantised=quantised)
+
+
+def is_merged(run: RunDir, recipe: Recipe) -> bool:
+    """Return whether a run has the models that its recipe's merge at the end writes."""
+    wants = recipe.merge.at_end and recipe.merge.quantise and recipe.quantised_training is not None
+    return run.merged.is_dir() and not (wants and not is_quantised_model(run.merged_quantised))
 
 
 def _output(source: Path, options: MergeOptions) -> Literal["merged", "adapter", "both"]:

@@ -34,7 +34,7 @@ from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.jobs.resizing import OwnRun, Resizing, announce_end, held_elsewhere, recorded_devices, refuse_manual_start
-from fsdp_tune.jobs.results import merge_checkpoint, push, target_of
+from fsdp_tune.jobs.results import is_merged, merge_checkpoint, push, target_of
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
     Start,
@@ -447,8 +447,8 @@ class _Job:
                 result = replace(result, pushed=self.push())
         return result
 
-    def merge(self) -> Path:
-        options = MergeOptions(overwrite=True, best=takes_best(self.recipe))
+    def merge(self, *, overwrite: bool = True) -> Path:
+        options = MergeOptions(overwrite=overwrite, best=takes_best(self.recipe))
         with hints_with_command(self.plan.run.path):
             return merge_checkpoint(self.plan.run.path, options, observer=self.observer).output
 
@@ -464,7 +464,7 @@ class _Job:
         run = self.plan.run
         outcome = read_outcome(run, 0)
         assert outcome is not None, "the outcome of the first rank is what makes a run finished"
-        merged = run.merged if run.merged.is_dir() else self.merge() if self.recipe.merge.at_end else None
+        merged = run.merged if is_merged(run, self.recipe) else self.merge(overwrite=False) if self.recipe.merge.at_end else None
         return TrainResult(run, self.recipe, ExitReason.FINISHED, outcome.step, outcome.facts, start.checkpoint, merged, had_finished=True)
 
     def follow(self) -> TrainResult:

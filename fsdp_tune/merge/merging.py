@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +15,7 @@ from typing import Any
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.command import Bar, MergeCheck, OpenBar
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.merge import output_directory as place
@@ -27,13 +31,14 @@ from fsdp_tune.merge.manifest_check import ManifestCheck
 from fsdp_tune.merge.merge_options import MergeAnswer, MergedAdapter, MergeOptions
 from fsdp_tune.merge.output_directory import Facts, write_companions, write_record
 from fsdp_tune.merge.precision import find_kept
-from fsdp_tune.merge.quantised import QuantisedModel, check_quantised
+from fsdp_tune.merge.quantised import QuantisedModel, check_quantised, check_quantised_target, rounding_notices
 from fsdp_tune.merge.read.base import read_carried, record_of_base
 from fsdp_tune.merge.read.contents import Contents, read_contents, weights_below
 from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord
+from fsdp_tune.run.written_files import require_unchanged_output
 
 _SHOWN = 20
 
@@ -96,6 +101,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     selection = select_checkpoint(weights_below(source), choice)
     exports = options.adapter is True
     settings = _settle(selection, options)
+    if (merged := _merged_before(selection, settings, options)) is not None:
+        return merged
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
     target = place.check_output(settings.output, selection, base)
     with place.writing_to(target):
@@ -128,6 +135,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
                 write_record(stage, target.name, facts)
     notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *copy.notices, *compared, *loaded]
     notices += [*(_missing(companions) if not exports else ()), *_non_finite_notices(written)]
+    if not settings.quantise and not exports:
+        notices += rounding_notices(settings.recipe, target, selection.run)
     return MergeResult(
         output=target,
         source=origin or selection.weights[0].checkpoint,
@@ -150,8 +159,46 @@ def _settle(selection: Selection, options: MergeOptions) -> MergeSettings:
     """Return the settings. Raises: usage error, also if the quantised model cannot be written."""
     settings = settle(selection, options)
     if settings.quantise:
-        check_quantised(settings.recipe, settings.output, settings.dtype, overwrite=options.overwrite)
+        check_quantised(settings.recipe, settings.dtype)
+    if options.quantise:  # by the recipe's key, a directory in the way must not keep the merged model from being written
+        check_quantised_target(settings.output, overwrite=options.overwrite)
     return settings
+
+
+def _merged_before(selection: Selection, settings: MergeSettings, options: MergeOptions) -> MergeResult | None:
+    """Return the merge that is there already and lacks only its quantised model; None if it has to be written.
+
+    Raises: FailedError if its files have changed since.
+    """
+    if not settings.quantise or options.overwrite or options.base is not None or settings.recipe is None:
+        return None
+    try:
+        record: Any = json.loads(read_regular(settings.output / place.RECORD_NAME))
+        steps, dtype, tensors = record["steps"], record["dtype_option"], list(record["tensors"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if steps != [weights.step for weights in selection.weights] or dtype != settings.dtype or not tensors:
+        return None
+    require_unchanged_output(settings.output)
+    weights = [path for path in settings.output.glob("*.safetensors") if path.is_file()]
+    parameters_of = Counter[str]()
+    for each in tensors:
+        parameters_of[each["dtype"]] += math.prod(each["shape"])
+    return MergeResult(
+        output=settings.output,
+        source=selection.weights[0].checkpoint,
+        step=selection.weights[0].step,
+        reason=f"{settings.output} has it already",
+        dtype=parameters_of.most_common(1)[0][0],
+        files=tuple(sorted(record["files"])),
+        tensors=len(tensors),
+        parameters=parameters_of.total(),
+        size_bytes=sum(path.stat().st_size for path in weights),
+        seconds=0.0,
+        verified=settings.verify,
+        notices=selection.notices,
+        to_quantise=(settings.recipe, settings.max_shard_bytes),
+    )
 
 
 def _check_base_weights(options: MergeOptions, adapter: Adapter | None) -> None:

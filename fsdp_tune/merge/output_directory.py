@@ -307,6 +307,8 @@ def write_record(stage: Path, output_name: str, facts: Facts) -> None:
         ("dtype", facts.layout.main_dtype.name),
         *([("Tensors of the base", shown)] if (shown := facts.base_tensors.describe()) else []),
     ]
+    if facts.settings.recipe is not None and (section := facts.settings.recipe.quantised_training) is not None:
+        rows.append((QUANTISED_ROW, f"{section.train}; the losses below are of rounded weights, and these are not rounded"))
     run = facts.selection.run
     name = (facts.settings.recipe.name if facts.settings.recipe else None) or (run.name if run is not None else output_name)
     base, is_adapter = (facts.adapter.base_name, facts.adapter.is_exported) if facts.adapter is not None else (None, False)
@@ -364,6 +366,8 @@ def _record(facts: Facts) -> dict[str, Any]:
 
 
 CARD_NAME = "README.md"
+QUANTISED_ROW = "Quantisation emulated in training"
+"""Label of the card's row for a run with `quantization.train`."""
 
 
 def model_card(

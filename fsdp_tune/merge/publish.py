@@ -94,6 +94,14 @@ def add_results(path: Path, results: Sequence[CardResult]) -> None:
     write_file(path, str(found))
 
 
+_METADATA = re.compile(r"^model-index:\n(?:[ -].*\n)*", re.MULTILINE)
+
+
+def without_results(card: str) -> str:
+    """Return the text of a card without what `add_results` wrote, for a model with other weights."""
+    return _METADATA.sub("", _SECTION.sub("", card), count=1)
+
+
 def _keep_apart(results: Sequence[Any]) -> None:
     """Give sets of the same data and split their names as configurations: the metadata has one entry for the three."""
     names: dict[Any, str] = {}

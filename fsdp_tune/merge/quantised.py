@@ -1,32 +1,39 @@
 """Write the quantised model next to the merged one, for a run that trained with `quantization.train`.
 
 A child process converts and compares it (`model.loading.quantised_files`): its logits must be those of the trained model, up to rounding.
-Its directory has the files of the merged model, but for the weights, and `quantised.json`, without which it counts as absent.
+Its directory has the files of the merged model, but for the weights, and a merge.json of its own, so that what takes the output of a merge
+(push, mirrors, `evaluate`, the check for changed files) takes it too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import occupants, staged_directory, write_json
-from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.units import json_object
 from fsdp_tune.core.version import __version__
 from fsdp_tune.merge.merge_options import QuantisedAnswer
-from fsdp_tune.merge.output_directory import CARD_NAME, writing_to
+from fsdp_tune.merge.output_directory import CARD_NAME, QUANTISED_ROW, RECORD_NAME, writing_to
+from fsdp_tune.merge.publish import without_results
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.run.directory import MERGE_RECORD
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.manifest import digest_file, list_files
+from fsdp_tune.run.written_files import seal_record
 
 CONVERT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.quantised_files")
-RECORD_NAME = "quantised.json"
+RECORD_KIND = "fsdp-tune quantised model"
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 _ALLOWED = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 """Distance of the logits, by compute dtype. Measured: 0."""
@@ -45,11 +52,27 @@ class QuantisedModel:
         return QuantisedAnswer(str(self.path), self.layers, self.difference, self.size_bytes, round(self.seconds, 3))
 
 
+_ENDING = "-quantised"
+
+
 def quantised_directory(merged: Path) -> Path:
-    return merged.with_name(f"{merged.name}-quantised")
+    return merged.with_name(f"{merged.name}{_ENDING}")
 
 
-def check_quantised(recipe: Recipe | None, merged: Path, dtype: str, *, overwrite: bool) -> None:
+def _record(folder: Path) -> dict[str, Any]:
+    """Return the merge.json of a directory; empty if it has none that can be read."""
+    try:
+        return json_object(json.loads(read_regular(folder / RECORD_NAME)))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def is_quantised_model(folder: Path) -> bool:
+    """Return whether a directory is the complete output of `quantise_merged`."""
+    return _record(folder).get("kind") == RECORD_KIND
+
+
+def check_quantised(recipe: Recipe | None, dtype: str) -> None:
     """Raises: usage error unless a quantised model can be written of weights that are merged in `dtype`."""
     if recipe is None or recipe.quantised_training is None:
         message = "`--quantise` writes the model that `quantization.train` emulates, and the run has no such key"
@@ -57,30 +80,82 @@ def check_quantised(recipe: Recipe | None, merged: Path, dtype: str, *, overwrit
     if dtype not in ("keep", "fp32", recipe.compute_dtype):
         message = f"the run rounded weights of {recipe.compute_dtype} to int4, and merged weights would be in {dtype}"
         raise usage_error("merge-not-quantised", message, hint=f"write `--dtype {recipe.compute_dtype}`")
+
+
+def check_quantised_target(merged: Path, *, overwrite: bool) -> None:
+    """Raises: usage error if the directory of the quantised model exists and may not be replaced."""
     target = quantised_directory(merged)
-    if occupants(target) and not (overwrite and (target / RECORD_NAME).is_file()):
-        ways_out = ("--overwrite",) if (target / RECORD_NAME).is_file() else ("remove it", "--output ANOTHER")
+    if occupants(target) and not (overwrite and is_quantised_model(target)):
+        ways_out = ("--overwrite",) if is_quantised_model(target) else ("remove it", "--output ANOTHER")
         raise usage_error("merge-output-exists", "the output exists", where=Where(str(target)), ways_out=ways_out)
+
+
+def rounding_notices(recipe: Recipe | None, merged: Path, run: RunDir | None) -> list[Notice]:
+    """Return a notice if the weights of `merged` were trained rounded and are not, and one if its quantised model is of another merge."""
+    if recipe is None or recipe.quantised_training is None:
+        return []
+    if merged.name.endswith(_ENDING) and is_quantised_model(merged):
+        return _outdated(merged, merged.with_name(merged.name.removesuffix(_ENDING)))
+    target, source = quantised_directory(merged), shlex.quote(str(run.path)) if run is not None else "RUN"
+    message = f"the run computed with rounded weights (`quantization.train: {recipe.quantised_training.train}`), also for its `eval_loss`"
+    message += "; these weights are not rounded, and give another loss"
+    outdated = _outdated(target, merged)
+    command = f"`fsdp-tune merge-checkpoint {source} --quantise{' --overwrite' if outdated else ''}` writes the rounded model"
+    hint = f"the rounded model is in {target}" if is_quantised_model(target) and not outdated else command
+    return [Notice("merge-not-rounded", message, Where(str(merged)), hint), *outdated]
+
+
+def _outdated(target: Path, merged: Path) -> list[Notice]:
+    """Return a notice if the quantised model `target` was not made of the merge that `merged` has now."""
+    source = _record(target).get("merged_record") if is_quantised_model(target) else None
+    if source is None or not (merged / RECORD_NAME).is_file() or source == digest_file(merged / RECORD_NAME).digest:
+        return []
+    message = f"it was made of an earlier {merged.name}/, whose weights may be others"
+    hint = "`fsdp-tune merge-checkpoint RUN --quantise --overwrite` writes both again"
+    return [Notice("merge-quantised-outdated", message, Where(str(target)), hint)]
 
 
 def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> QuantisedModel:
     """Write the quantised model of a merged one, completely or not at all; an earlier one is replaced. Raises: FsdpTuneError."""
     started, target = time.monotonic(), quantised_directory(merged)
+    if occupants(target) and not is_quantised_model(target):
+        raise _failed(f"{target} exists and is not an earlier quantised model", "remove it, then `merge-checkpoint RUN --quantise`")
     with writing_to(target), staged_directory(target, replace=target.exists(), last=RECORD_NAME) as stage:
         request = {"recipe": recipe.model_dump(mode="json", by_alias=True), "merged": str(merged.absolute())}
         found = _converted(request | {"output": str(stage.absolute()), "max_shard_bytes": max_shard_bytes})
-        if found["difference"] > _ALLOWED[recipe.compute_dtype]:
+        if not found["difference"] <= _ALLOWED[recipe.compute_dtype]:  # also NaN
             message = f"the logits of the quantised model differ from those of the trained one by {found['difference']:.1e} of their norm"
             raise failed_error("merge-quantised-differs", message, hint="nothing was published; the merged model is complete")
         for path in sorted(merged.iterdir()):
-            if path.suffix != ".safetensors" and path.name not in (MERGE_RECORD, CARD_NAME, "model.safetensors.index.json"):
+            if path.suffix != ".safetensors" and path.name not in (RECORD_NAME, CARD_NAME, "model.safetensors.index.json"):
                 copy = shutil.copytree if path.is_dir() else shutil.copy
                 if not (stage / path.name).exists():
                     copy(path, stage / path.name)
         if (merged / CARD_NAME).is_file():
             (stage / CARD_NAME).write_text(_card((merged / CARD_NAME).read_text(encoding="utf-8"), recipe, found), encoding="utf-8")
-        write_json(stage / RECORD_NAME, {"kind": "quantised", "fsdp_tune": __version__, "merged": merged.name, **found})
+        write_json(stage / RECORD_NAME, _new_record(stage, merged, found))
     return QuantisedModel(target, found["layers"], found["difference"], found["size_bytes"], time.monotonic() - started)
+
+
+def _new_record(stage: Path, merged: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the merge.json: steps and reason of the merge, its digest, what the conversion found, and the digest of each file."""
+    of_merge, files = _record(merged), {*list_files(stage), RECORD_NAME, CARD_NAME}
+    contents = {name: asdict(digest_file(stage / name)) for name in sorted(files - {RECORD_NAME, CARD_NAME})}
+    return seal_record(
+        {
+            "kind": RECORD_KIND,
+            "format_version": 1,
+            "fsdp_tune": __version__,
+            "source": [str(merged.absolute())],
+            "merged_record": digest_file(merged / RECORD_NAME).digest if of_merge else None,
+            **{name: of_merge[name] for name in ("steps", "reason", "recipe_digest") if name in of_merge},
+            **found,
+            "files": sorted(files),
+            "contents": contents,
+            "headers": {},
+            "tensors": {},
+        }
+    )
 
 
 def _converted(request: dict[str, Any]) -> dict[str, Any]:
@@ -96,16 +171,23 @@ def _converted(request: dict[str, Any]) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-def _failed(why: str) -> FsdpTuneError:
-    return failed_error("merge-quantise-failed", f"the merged model could not be quantised: {why}", hint="the merged model is complete")
+def _failed(why: str, hint: str = "the merged model is complete; `merge-checkpoint RUN --quantise` tries again") -> FsdpTuneError:
+    return failed_error("merge-quantise-failed", f"the merged model could not be quantised: {why}", hint=hint)
 
 
 def _card(merged: str, recipe: Recipe, found: dict[str, Any]) -> str:
-    """Return the card of the merged model with what was quantised in place of how it was merged."""
+    """Return the card of the merged model with what was quantised in place of how it was merged, without results of other weights."""
     section = recipe.quantised_training
     assert section is not None
-    what = f"{section.train}, in groups of {section.group_size}: {found['layers']} linear layers, as they were trained"
+    what = f"{section.train}, in groups of {section.group_size}: {found['layers']} linear layers"
     left = ", ".join(f"`{name}`" for name in found["left"])
     words = f"Quantised by torchao {found['torchao']} and fsdp-tune {__version__} to {what}. In {recipe.compute_dtype}: {left}."
-    kept = [words if line.startswith("Merged with fsdp-tune") else line for line in merged.splitlines()]
-    return "\n".join(kept) + "\n"
+    replaced = {
+        "Merged with fsdp-tune": words,
+        f"| {QUANTISED_ROW} |": f"| {QUANTISED_ROW} | {section.train} |",
+        "| dtype |": f"| dtype | int4, and {recipe.compute_dtype} where it is not quantised |",
+    }
+    lines = [
+        next((new for start, new in replaced.items() if line.startswith(start)), line) for line in without_results(merged).splitlines()
+    ]
+    return "\n".join(lines) + "\n"

@@ -127,6 +127,7 @@ class RunDir:
     tensorboard = _Inside("tensorboard")
     model = _Inside("model")
     merged = _Inside("merged")
+    merged_quantised = _Inside("merged-quantised")
     adapter = _Inside("adapter")
 
     @property

@@ -60,7 +60,7 @@ def test_quantised_model_computes_as_it_was_trained(train: str, cli: Cli, tmp_pa
     merged, saved = load_file(run.merged / "model.safetensors"), checkpoint_tensors(run.checkpoint(4))
     assert all(torch.equal(merged[name], tensor) for name, tensor in saved.items()), "merged/ has the trained weights"
     folder = tmp_path / "run" / "merged-quantised"
-    record = json.loads((folder / "quantised.json").read_text())
+    record = json.loads((folder / "merge.json").read_text())
     assert (record["layers"], record["left"], record["difference"]) == (13, ["model.layers.0.mlp.down_proj", "lm_head"], 0.0)
     trained: Any = AutoModelForCausalLM.from_pretrained(run.merged, dtype=torch.bfloat16)
     resolved = Recipe.model_validate_json(run.recipe_json.read_bytes())

@@ -152,15 +152,17 @@ def test_damaged_local_checkpoint_is_not_sent_and_others_are(tmp_path: Path, run
     assert "__0_0.distcp" in event["message"]
 
 
-def test_merged_model_is_mirrored_when_its_record_is_there(run: RunDir, remote: RemoteRun) -> None:
-    run.merged.mkdir()
-    (run.merged / "model.safetensors").write_bytes(b"x" * 100)
+@pytest.mark.parametrize("name", ["merged", "merged-quantised"])
+def test_merged_model_is_mirrored_when_its_record_is_there(name: str, run: RunDir, remote: RemoteRun) -> None:
+    folder = run.path / name
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
     assert send_all(run, remote)
-    assert "merged/manifest.json" not in remote.directory.list()
-    (run.merged / MERGE_RECORD).write_text("{}")
+    assert f"{name}/manifest.json" not in remote.directory.list()
+    (folder / MERGE_RECORD).write_text("{}")
     assert send_all(run, remote)
-    assert {"merged/manifest.json", "merged/model.safetensors", "merged/merge.json"} <= remote.directory.list().keys()
-    assert "merged/pending.json" not in remote.directory.list()
+    assert {f"{name}/manifest.json", f"{name}/model.safetensors", f"{name}/merge.json"} <= remote.directory.list().keys()
+    assert f"{name}/pending.json" not in remote.directory.list()
 
 
 def test_mirror_of_another_run_is_left_alone(tmp_path: Path, remote: RemoteRun) -> None:

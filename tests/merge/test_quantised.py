@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fsdp_tune.answer.examples import ModelToEvaluate, run_of_model
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.merge.quantised import RECORD_NAME, check_quantised, quantise_merged, quantised_directory
+from fsdp_tune.jobs.results import is_merged, merge_checkpoint
+from fsdp_tune.merge import quantised
+from fsdp_tune.merge.merge_options import MergeOptions
+from fsdp_tune.merge.publish import CardResult, _listed, add_results
+from fsdp_tune.merge.quantised import (
+    RECORD_KIND,
+    RECORD_NAME,
+    check_quantised,
+    check_quantised_target,
+    quantise_merged,
+    quantised_directory,
+    rounding_notices,
+)
+from fsdp_tune.model.loading.quantised_files import patterns_of
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.written_files import require_unchanged_output
+from tests.merge.checkpoints import make_run
 
 TRAINED = {"quantization": {"train": "int4", "group_size": 16}, "precision": {"mixed_precision": "bf16"}}
 
@@ -26,9 +45,9 @@ def recipe(**sections: Any) -> Recipe:
         (recipe(), "fp16", "the run rounded weights of bf16 to int4, and merged weights would be in fp16"),
     ],
 )
-def test_option_without_emulated_quantisation_is_refused(trained: Recipe | None, dtype: str, words: str, tmp_path: Path) -> None:
+def test_option_without_emulated_quantisation_is_refused(trained: Recipe | None, dtype: str, words: str) -> None:
     with pytest.raises(FsdpTuneError, match=words) as caught:
-        check_quantised(trained, tmp_path / "merged", dtype, overwrite=False)
+        check_quantised(trained, dtype)
     assert caught.value.exit_code == 2
     assert caught.value.problems[0].hint
 
@@ -36,13 +55,130 @@ def test_option_without_emulated_quantisation_is_refused(trained: Recipe | None,
 def test_only_an_earlier_quantised_model_is_replaced(tmp_path: Path) -> None:
     folder = quantised_directory(tmp_path / "merged")
     folder.mkdir()
-    check_quantised(recipe(), tmp_path / "merged", "bf16", overwrite=False)
-    (folder / "notes.txt").write_text("mine")
+    check_quantised_target(tmp_path / "merged", overwrite=False)
+    (folder / RECORD_NAME).write_text('{"kind": "fsdp-tune merged model"}')
     for overwrite in (False, True):
         with pytest.raises(FsdpTuneError, match="the output exists"):
-            check_quantised(recipe(), tmp_path / "merged", "fp32", overwrite=overwrite)
-    (folder / RECORD_NAME).write_text("{}")
-    check_quantised(recipe(), tmp_path / "merged", "keep", overwrite=True)
+            check_quantised_target(tmp_path / "merged", overwrite=overwrite)
+    (folder / RECORD_NAME).write_text(json.dumps({"kind": RECORD_KIND}))
+    check_quantised_target(tmp_path / "merged", overwrite=True)
+
+
+class Conversion:
+    """Stands for the child that converts: writes a file, or fails."""
+
+    fails = False
+    difference = 0.0
+
+    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self.fails:
+            raise quantised._failed("no memory")
+        (Path(request["output"]) / "model.safetensors").write_bytes(b"codes")
+        return {"layers": 2, "left": ["lm_head"], "difference": self.difference, "size_bytes": 5, "torchao": "0.18.0"}
+
+
+@pytest.fixture
+def conversion(monkeypatch: pytest.MonkeyPatch) -> Conversion:
+    found = Conversion()
+    monkeypatch.setattr(quantised, "_converted", found)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path, conversion: Conversion) -> RunDir:
+    states = {step: {"w": torch.full((2, 3), float(step))} for step in (10, 20)}
+    return RunDir(make_run(tmp_path / "run", states, recipe=recipe(merge={"quantise": True, "dtype": "fp32"})))
+
+
+def codes(run: RunDir, folder: Path) -> list[str]:
+    return [notice.code for notice in rounding_notices(Recipe.model_validate_json(run.recipe_json.read_bytes()), folder, run)]
+
+
+def test_quantised_model_has_the_record_of_a_merge(run: RunDir) -> None:
+    """So a push, a mirror, `evaluate` and the check for changed files take it as the output of a merge."""
+    merge_checkpoint(run.path, MergeOptions(step=10))
+    folder = run.merged_quantised
+    record = json.loads((folder / RECORD_NAME).read_text())
+    assert (record["kind"], record["steps"], record["layers"]) == (RECORD_KIND, [10], 2)
+    assert {path.name for path in _listed(folder)} == {path.name for path in folder.iterdir()}
+    assert run_of_model(ModelToEvaluate("any", str(folder))) == run
+    require_unchanged_output(folder)
+    (folder / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(FsdpTuneError, match="digest differs"):
+        require_unchanged_output(folder)
+
+
+def test_weights_that_are_not_rounded_and_outdated_models_are_reported(run: RunDir) -> None:
+    merge_checkpoint(run.path, MergeOptions(step=10))
+    assert (codes(run, run.merged), codes(run, run.merged_quantised)) == (["merge-not-rounded"], [])
+    found = merge_checkpoint(run.path, MergeOptions(overwrite=True, quantise=False))
+    expected = ["merge-not-rounded", "merge-quantised-outdated"]
+    assert [notice.code for notice in found.notices if "round" in notice.code or "quantised" in notice.code] == expected
+    assert codes(run, run.merged_quantised) == ["merge-quantised-outdated"]
+    for name, words in (("merged", "these are not rounded"), ("merged-quantised", "int4, and bf16 where it is not quantised")):
+        assert words in (run.path / name / "README.md").read_text(), name
+    assert "not rounded" not in (run.merged_quantised / "README.md").read_text()
+
+
+def test_card_has_no_results_of_other_weights(run: RunDir) -> None:
+    merge_checkpoint(run.path, MergeOptions(quantise=False))
+    card = run.merged / "README.md"
+    add_results(card, [CardResult("arithmetic", "builtin:arithmetic", "test", "accuracy", 0.987, (0.9, 1.0), 10)])
+    merge_checkpoint(run.path, MergeOptions(quantise=True))
+    assert "0.987" in card.read_text()
+    found = (run.merged_quantised / "README.md").read_text()
+    assert "0.987" not in found
+    assert "## Recipe" in found
+
+
+def test_failed_conversion_is_repeated_without_a_new_merge(run: RunDir, conversion: Conversion) -> None:
+    conversion.fails = True
+    with pytest.raises(FsdpTuneError, match="no memory"):
+        merge_checkpoint(run.path, MergeOptions(overwrite=True))
+    saved = Recipe.model_validate_json(run.recipe_json.read_bytes())
+    assert not is_merged(run, saved), "a second `train` converts"
+    written = (run.merged / "model.safetensors").stat().st_mtime_ns
+    conversion.fails = False
+    found = merge_checkpoint(run.path, MergeOptions(quantise=True))
+    assert (found.quantised is not None, found.step, found.tensors, found.parameters, found.dtype) == (True, 20, 1, 6, "float32")
+    assert (run.merged / "model.safetensors").stat().st_mtime_ns == written
+    assert is_merged(run, saved)
+    with pytest.raises(FsdpTuneError, match="the output exists"):
+        merge_checkpoint(run.path, MergeOptions(quantise=True, step=10))
+
+
+def test_changed_merge_is_not_converted(run: RunDir) -> None:
+    merge_checkpoint(run.path, MergeOptions(quantise=False))
+    data = bytearray((run.merged / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (run.merged / "model.safetensors").write_bytes(data)
+    with pytest.raises(FsdpTuneError, match="is not what was written"):
+        merge_checkpoint(run.path, MergeOptions(quantise=True))
+    assert not run.merged_quantised.exists()
+
+
+def test_directory_in_the_way_stops_only_the_conversion(run: RunDir) -> None:
+    run.merged_quantised.mkdir()
+    (run.merged_quantised / "notes.txt").write_text("mine")
+    with pytest.raises(FsdpTuneError, match="is not an earlier quantised model"):
+        merge_checkpoint(run.path, MergeOptions())
+    assert (run.merged / RECORD_NAME).is_file()
+    assert [path.name for path in run.merged_quantised.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("difference", [0.5, float("nan")])
+def test_other_logits_are_not_published(difference: float, run: RunDir, conversion: Conversion) -> None:
+    conversion.difference = difference
+    with pytest.raises(FsdpTuneError, match="the logits of the quantised model differ"):
+        merge_checkpoint(run.path, MergeOptions())
+    assert not run.merged_quantised.exists()
+
+
+def test_patterns_match_only_the_layers_that_are_left() -> None:
+    """transformers 5.17 matches a pattern from the start of a weight's name, without a boundary at its end."""
+    left, layers = ["mlp.gate", "lm_head"], ["mlp.gate_proj", "mlp.up_proj"]
+    found = patterns_of(left, layers)
+    assert found == ["mlp.gate.weight", "lm_head"]
 
 
 @pytest.mark.slow

@@ -30,6 +30,15 @@ def test_qat_of_axolotl_is_converted_or_a_question(qat: str, fate: str, expected
     assert (None if section is None else (section.train, section.group_size)) == expected
 
 
+@pytest.mark.parametrize("qat", ["{}", "{activation_dtype: int8, group_size: 64}", "{quantize_embedding: false}"])
+def test_default_weight_dtype_of_axolotl_is_a_question(qat: str, tmp_path: Path) -> None:
+    """It is int8, and without the question the recipe would train without emulation."""
+    text = write(tmp_path, "axolotl").read_text()
+    found = from_text(tmp_path, f"{text}\nqat: {qat}\n")
+    assert row(found, "qat")[0] == "question"
+    assert found.recipe.quantised_training is None
+
+
 @pytest.mark.parametrize("later", [0, 1000])
 def test_quantizer_of_torchtune_is_converted(later: int, tmp_path: Path) -> None:
     text = TORCHTUNE_STEP.format("torch.optim.AdamW", "") + f"quantizer: {QAT}\nfake_quant_after_n_steps: {later}\n"

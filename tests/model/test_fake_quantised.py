@@ -16,6 +16,7 @@ from fsdp_tune.model.kernels.fake_quantised import (
     plan_quantised,
     prepare_quantised,
     quantised_notices,
+    weights_read_by_others,
 )
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import find_facts
@@ -84,9 +85,112 @@ def test_unusable_recipes_are_refused_before_a_rank_starts(recipe: Recipe, code:
 
 @pytest.mark.slow
 def test_share_of_stacked_experts_is_reported() -> None:
-    recipe = quantised("mixtral")
+    recipe = quantised("mixtral", fsdp={"activation_checkpointing": "full"})
     (notice,) = quantised_notices(recipe, build_empty(recipe))
     assert notice.code == "qat-without-experts"
+
+
+@pytest.mark.parametrize(
+    ("recomputation", "strategy", "expected"), [("none", "FULL_SHARD", 1), ("full", "FULL_SHARD", 0), ("none", "NO_SHARD", 0)]
+)
+def test_memory_of_rounded_weights_is_reported(recomputation: str, strategy: str, expected: int) -> None:
+    recipe = quantised(fsdp={"activation_checkpointing": recomputation, "sharding_strategy": strategy})
+    found = quantised_notices(recipe, build_empty(recipe))
+    assert [notice.code for notice in found] == ["qat-keeps-weights"] * expected
+
+
+class Holder(nn.Module):
+    """Holds the only linear layers of a decoder, and uses them as `forward` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called, self.gate, self.one, self.other = (nn.Linear(32, rows) for rows in (32, 32, 1, 32, 32))
+        self.other.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.called.weight.dtype == torch.float16:
+            x = x.float()
+        return self.other(self.one(self.called(x) @ self.read.weight)) * self.gate(x)
+
+
+def test_weights_that_would_not_be_rounded_are_left() -> None:
+    recipe = quantised()
+    model = build_empty(recipe)
+    model.model.layers[0].mlp = Holder()
+    plan = plan_quantised(recipe, model)
+    left = {name.removeprefix("model.layers.0.mlp."): why for name, why in plan.left.items()}
+    shared = "it shares its weight with another layer"
+    assert left == {
+        "read": "other code of the model reads its weight",
+        "gate": "it is a router or a gate, whose few outputs need precision",
+        "one": shared,
+        "other": shared,
+    }
+    assert "model.layers.0.mlp.called" in plan.quantised
+
+
+def test_layers_that_mamba_reads_are_found() -> None:
+    from transformers import MambaConfig
+    from transformers.models.mamba.modeling_mamba import MambaMixer
+
+    with torch.device("meta"):
+        mixer = MambaMixer(MambaConfig(hidden_size=32, state_size=8, time_step_rank=16), 0)
+    assert {"dt_proj", "x_proj", "out_proj"} >= set(weights_read_by_others(mixer)) >= {"dt_proj"}
+
+
+def test_rounding_under_cuda_autocast_computes_in_the_cast_dtype() -> None:
+    """On CUDA, autocast computes reciprocals in fp32: with them, 1 % of the weights would have another value than after conversion."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fsdp_tune.model.kernels.rounding import Rounding
+
+    seen: list[torch.dtype] = []
+
+    class Reciprocals(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.reciprocal.default:
+                seen.append(found.dtype)
+            return found
+
+    recipe = quantised()
+    model: Any = build_empty(recipe)
+    prepare_quantised(recipe, model)
+    rounding = model.model.layers[0].mlp.up_proj.weight_fake_quantizer
+    assert type(rounding) is Rounding
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with FakeTensorMode(), Reciprocals():
+            assert rounding(torch.empty(4, 64, device="cuda")).dtype == torch.bfloat16
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert seen == [torch.bfloat16]
+
+
+def test_no_scales_stay_on_a_layer() -> None:
+    recipe = quantised(train="int8-int4")
+    model: Any = build_full(recipe)
+    prepare_quantised(recipe, model)
+    layer = model.model.layers[0].mlp.up_proj
+    layer(torch.randn(3, 32))
+    assert not [each for each in layer.modules() for value in vars(each).values() if isinstance(value, torch.Tensor)]
+
+
+def test_older_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.17.0+cpu")
+    (problem,) = find_facts(quantised()).problems
+    assert problem.message == "`quantization.train: int4` needs torchao 0.18, and 0.17.0+cpu is installed"
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("bf16", 1), ("no", 0)])
+def test_compiled_layers_that_round_in_fp32_are_refused(dtype: str, count: int) -> None:
+    """A graph of inductor keeps scale and quotient in fp32, while the conversion rounds both to bf16."""
+    from fsdp_tune.recipe.rules.limits import quantised_training_limits
+
+    found = [*quantised_training_limits(quantised(kernels={"compile": True}, precision={"mixed_precision": dtype}))]
+    assert ["`kernels.compile: true` in bf16" in each.message for each in found] == [True] * count
 
 
 @pytest.mark.parametrize("train", ["int4", pytest.param("int8-int4", marks=pytest.mark.slow)])

@@ -159,7 +159,8 @@ class Sender:
         for path in self._run.path.glob(f"checkpoint-*/{MANIFEST_NAME}"):
             if (step := checkpoint_step(path.parent)) is not None:
                 found.append((-step, path.parent.name))
-        models = [(1, folder.name) for folder in (self._run.merged, self._run.adapter) if (folder / MERGE_RECORD).is_file()]
+        folders = (self._run.merged, self._run.merged_quantised, self._run.adapter)
+        models = [(1, folder.name) for folder in folders if (folder / MERGE_RECORD).is_file()]
         return [name for _, name in sorted([*found, *models]) if self._done.get(name) != self._identity(name)]
 
     def send(self, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_tune.migrate.rules import FileKey, Outcome, Rules, each, fine_or, section
+from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, fine_or, section
 from fsdp_tune.recipe.outcome import Ask, Drop, Write
 
 _TRAIN, _GROUP = "quantization.train", "quantization.group_size"
@@ -20,14 +20,24 @@ def _weights(key: FileKey) -> Outcome:
     return Ask(f"{key.value} with inputs in {inputs} is not supported: `quantization: {{train: int4}}` or int8-int4", _TRAIN)
 
 
-AXOLOTL_QAT = section(
-    {
-        "weight_dtype": _weights,
-        **each(("activation_dtype", "group_size"), Drop("it belongs to `weight_dtype`")),
-        "quantize_embedding": fine_or((None, False), "off, as it is here", "embeddings are not quantised here", _TRAIN),
-        "fake_quant_after_n_steps": _FROM_THE_START,
-    }
-)
+_AXOLOTL_KEYS: Rules = {
+    "weight_dtype": _weights,
+    **each(("activation_dtype", "group_size"), Drop("it belongs to `weight_dtype`")),
+    "quantize_embedding": fine_or((None, False), "off, as it is here", "embeddings are not quantised here", _TRAIN),
+    "fake_quant_after_n_steps": _FROM_THE_START,
+}
+
+
+def _qat(key: FileKey) -> Outcome:
+    """Settle the keys of axolotl's section, which switches emulation on even if it is empty (`QATConfig.weight_dtype` is int8)."""
+    if key.value is None:
+        return Drop("no keys")
+    if key.below("weight_dtype") is None:
+        return Ask("without `weight_dtype` axolotl emulates weights in int8: here `quantization: {train: int4}` or int8-int4", _TRAIN)
+    return Inside(_AXOLOTL_KEYS)
+
+
+AXOLOTL_QAT: Rule = _qat
 
 
 def _quantizer(key: FileKey) -> Outcome:

@@ -3,14 +3,18 @@
 torchao's prepare step replaces each `nn.Linear`. The new layer rounds its weight in groups of a row (`int4`), and for `int8-int4` also each
 token's input, to the values of the quantised model, and multiplies them in the compute dtype; gradients pass straight through the rounding.
 Parameters keep their names, values and storage dtype, so sharding, checkpoints and merges do not differ. FSDP gathers complete weights
-before a layer computes, so groups are never divided.
+before a layer computes, so groups are never divided. A layer whose weight other code reads would not round it there, and stays as it is.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
+import inspect
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +24,16 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.families import is_router
-from fsdp_tune.model.kernels.linear_layers import cast_as_autocast
+from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.model.shard.local import kept_in_fp32, require_torchao
+from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, require_torchao
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 KEY, _GROUP, _LEFT = "quantization.train", "quantization.group_size", "quantization.modules_to_not_convert"
 
+OLDEST_TORCHAO = (0, 18)
+"""The first whose emulation, conversion and files were compared."""
 _INT4: Any = vars(torch)["int4"]  # torch's type stubs lack it
 _PREPARE: Any = "prepare"
 
@@ -61,7 +67,13 @@ def plan_quantised(recipe: Recipe, model: PreTrainedModel) -> QuantisedPlan:
             message = f"`{_LEFT}`: `{pattern}` matches no linear layer of the decoder"
             hint = f"names look like `{next(iter(linear), 'model.layers.0.mlp.down_proj')}`"
             raise usage_error("qat-matches-nothing", message, where=Where(key=_LEFT), hint=hint)
+    read, uses = set(weights_read_by_others(model)), Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     reasons = {name: _why_not(model, name, module, section.modules_to_not_convert) for name, module in linear.items()}
+    for name, module in linear.items():
+        if reasons[name] is None and name in read:
+            reasons[name] = "other code of the model reads its weight"
+        elif reasons[name] is None and uses[id(module.weight)] > 1:
+            reasons[name] = "it shares its weight with another layer"
     quantised = {name: module for name, module in linear.items() if reasons[name] is None}
     left = {name: why for name, why in reasons.items() if why is not None}
     if not quantised:
@@ -89,11 +101,46 @@ def _why_not(model: PreTrainedModel, name: str, module: nn.Linear, patterns: lis
         return f"it is in `{_LEFT}`"
     if type(module) is not nn.Linear and not is_quantised(module):
         return f"it is a {type(module).__name__}, which may compute something else"
-    if is_router(model.config, module.out_features):
-        return "it is a router, whose few outputs need precision"
+    if is_router(model.config, module.out_features) or module.out_features == 1:
+        return "it is a router or a gate, whose few outputs need precision"
     if f"{name}.weight" in kept_in_fp32(model):
         return "the model's class keeps it in fp32"
     return None
+
+
+def weights_read_by_others(model: nn.Module) -> Iterator[str]:
+    """Yield the linear layers whose weight the code of a module around them reads, by name: Mamba multiplies by `self.dt_proj.weight`.
+
+    The code of the classes decides, whichever of its branches run: a kernel that is installed later may take another one.
+    """
+    for name, module in model.named_modules():
+        for child in _weights_read(type(module)):
+            full = f"{name}.{child}" if name else child
+            with_child: nn.Module | None = module
+            for part in child.split("."):
+                with_child = getattr(with_child, part, None)
+            if isinstance(with_child, nn.Linear):
+                yield full
+
+
+_READ = re.compile(r"\bself\.([A-Za-z_][\w.]*)\.weight\b(?!\.(?:dtype|device|shape)\b)")
+_SETUP = ("__init__", "_init_weights", "reset_parameters", "extra_repr")
+
+
+@functools.cache
+def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
+    """Return `a.b` for each `self.a.b.weight` in the code of a class and its bases, but for properties and what runs before training."""
+    found: set[str] = set()
+    for each in kind.__mro__:
+        if each.__module__.startswith(("torch.", "torchao.")) or each is object or each is PreTrainedModel:
+            continue
+        for name, value in vars(each).items():
+            if inspect.isfunction(value) and name not in _SETUP:
+                try:
+                    found |= {*_READ.findall(inspect.getsource(value))}
+                except (OSError, TypeError):  # generated, as in tests
+                    continue
+    return frozenset(found)
 
 
 def _nothing(recipe: Recipe, model: PreTrainedModel, left: dict[str, str]) -> Exception:
@@ -115,7 +162,7 @@ def choose_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, Kernel
     section = recipe.quantised_training
     if section is None:
         return {}
-    require_torchao(f"{KEY}: {section.train}")
+    require_torchao(f"{KEY}: {section.train}", OLDEST_TORCHAO)
     plan = plan_quantised(recipe, model)
     words = [f"{len(plan.quantised)} linear layers, a scale for {section.group_size} weights"]
     words += [f"{count} left, {why}" for why, count in Counter(plan.left.values()).items()]
@@ -123,17 +170,23 @@ def choose_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, Kernel
 
 
 def quantised_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
-    """Return a notice if a large part of the decoder layers stays as it is. The model may be on the meta device."""
+    """Return a notice if a large part of the decoder layers stays as it is, or rounding needs much memory. The model may be on the meta
+    device."""
     if recipe.quantised_training is None:
         return []
     plan = plan_quantised(recipe, model)
+    found: list[Notice] = []
+    if recipe.is_sharded and recipe.fsdp.activation_checkpointing == "none":
+        size = format_bytes(2 * plan.parameters * TORCH_DTYPE[recipe.compute_dtype].itemsize)
+        message = f"`{KEY}` without recomputation keeps two complete copies of each rounded weight until the backward pass: {size} a rank"
+        found.append(Notice("qat-keeps-weights", message, Where(key=KEY), "`fsdp.activation_checkpointing: full`"))
     layers = decoder_layers(model, recipe.layer_classes)
     stacked = sum({id(p): p.numel() for _, layer in layers for p in layer.parameters() if p.ndim == 3}.values())
-    if not stacked:
-        return []
-    share = plan.parameters / plan.of_layers
-    message = f"`{KEY}` quantises {share:.0%} of the parameters of the layers: stacked experts ({stacked:,}) are not linear layers"
-    return [Notice("qat-without-experts", message, where=Where(key=KEY))]
+    if stacked:
+        share = plan.parameters / plan.of_layers
+        message = f"`{KEY}` quantises {share:.0%} of the parameters of the layers: stacked experts ({stacked:,}) are not linear layers"
+        found.append(Notice("qat-without-experts", message, where=Where(key=KEY)))
+    return found
 
 
 def base_config(recipe: Recipe) -> Any:
@@ -155,6 +208,8 @@ def prepare_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, Kerne
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
 
+        from fsdp_tune.model.kernels.rounding import Rounding
+
         names = plan_quantised(recipe, model).quantised
         fresh = {name: linear for name in names if not is_quantised(linear := model.get_submodule(name))}
         quantize_(model, QATConfig(base_config(recipe), step=_PREPARE), filter_fn=lambda _, name: name in fresh)
@@ -163,7 +218,7 @@ def prepare_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, Kerne
             # On the meta device torchao makes new parameters, which are trained also where the old ones are frozen.
             layer.weight, layer.bias = linear.weight, linear.bias
             layer.train(linear.training)
-            for quantiser in filter(None, (layer.weight_fake_quantizer, layer.activation_fake_quantizer)):
-                if not recipe.is_sharded:  # autocast would cast the rounded weight; under FSDP the weight is cast before it is rounded
-                    quantiser.register_forward_pre_hook(cast_as_autocast)
+            layer.weight_fake_quantizer = Rounding(layer.weight_fake_quantizer.config)
+            if layer.activation_fake_quantizer is not None:
+                layer.activation_fake_quantizer = Rounding(layer.activation_fake_quantizer.config)
     return chosen

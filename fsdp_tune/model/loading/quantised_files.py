@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def convert(recipe: Recipe, merged: Path, output: Path, max_shard_bytes: int) ->
     prepare_quantised(recipe, model)
     trained = _logits(model)
     del model
-    settings = TorchAoConfig(base_config(recipe), modules_to_not_convert=[*left])
+    settings = TorchAoConfig(base_config(recipe), modules_to_not_convert=patterns_of(left, plan.quantised))
     model = _load(merged, dtype=dtype, quantization_config=settings)
     model.save_pretrained(output, max_shard_size=max_shard_bytes)
     del model
@@ -81,6 +82,15 @@ def _names(folder: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             found |= {_PART.sub(".weight", name) for name in file.keys()}  # noqa: SIM118  not a mapping
     return found
+
+
+def patterns_of(left: Sequence[str], quantised: Collection[str]) -> list[str]:
+    """Return patterns for `modules_to_not_convert` that match the layers `left` alone.
+
+    Up to version 5.17 at least, transformers matches a pattern as a prefix of a weight's name: `mlp.gate` also leaves `mlp.gate_proj`.
+    Other tools read the names of layers, so a pattern has `.weight` only where it needs it.
+    """
+    return [f"{name}.weight" if any(each.startswith(name) for each in quantised) else name for name in left]
 
 
 def _load(folder: Path, **options: Any) -> Any:

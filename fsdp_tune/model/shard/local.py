@@ -6,7 +6,9 @@ saved and updated. The subclass makes FSDP2 send fp8 values, cast with one scale
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,12 +28,17 @@ from fsdp_tune.model.internals.torchao_internals import GATHERED_DTYPE, OPERAND,
 PACKAGE = "torchao"
 
 
-def require_torchao(what: str) -> None:
-    """Check that torchao is installed. Raises: usage error (exit 2)."""
+def require_torchao(what: str, oldest: tuple[int, int] = (0, 0)) -> None:
+    """Check that torchao is installed, in version `oldest` or a later one. Raises: usage error (exit 2)."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise usage_error(
             "torchao-not-installed", f"`{what}` needs the package torchao, which is not installed", hint="`pip install torchao`"
         )
+    found = importlib.metadata.version(PACKAGE)
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < oldest:
+        needed = ".".join(map(str, oldest))
+        message = f"`{what}` needs torchao {needed}, and {found} is installed"
+        raise usage_error("torchao-not-installed", message, hint=f"`pip install 'torchao>={needed}'`")
 
 
 def is_fp8(module: nn.Module) -> bool:

@@ -357,6 +357,12 @@ def quantised_training_limits(recipe: Recipe) -> Iterator[Finding]:
     if computes_in_fp8(recipe):
         message = f"{what} with `{_KEY}: fp8` is not supported: both replace the linear layers"
         yield Finding("contradiction", (_KEY, _TRAIN), message, "write `bf16`")
+    if recipe.kernels.compile and recipe.compute_dtype != "fp32":
+        message = (
+            f"{what} with `kernels.compile: true` in {recipe.compute_dtype} is not supported: a compiled graph computes scales in fp32"
+        )
+        message += ", so that weights near an edge are rounded to another value than in the converted model"
+        yield Finding("contradiction", ("kernels.compile", _TRAIN), message, "leave `kernels.compile` out")
     if recipe.kernels.mlp_slice_tokens is not None:
         message = f"{what} with `kernels.mlp_slice_tokens` is not supported: the weights would be quantised again for each slice"
         yield Finding("contradiction", ("kernels.mlp_slice_tokens", _TRAIN), message, "leave `mlp_slice_tokens` out")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_tune.core.families import is_router
-from fsdp_tune.model.kernels.fake_quantised import is_quantised
+from fsdp_tune.model.kernels.fake_quantised import is_quantised, weights_read_by_others
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.shard.local import bare_class, kept_in_fp32
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -45,7 +45,8 @@ def quantised_differences(recipe: Recipe, loaded: Loaded, found: QuantisedTraini
         for each in (section.modules_to_not_convert if section else [])
         for pattern in (each, f"*.{each}", f"{each}.*", f"*.{each}.*")
     ]
-    kept = kept_in_fp32(loaded.model)
+    kept = kept_in_fp32(loaded.model) | {f"{name}.weight" for name in weights_read_by_others(loaded.model)}
+    uses = Counter(id(parameter) for _, parameter in loaded.model.named_parameters(remove_duplicate=False))
     wanted, differences = 0, list[str]()
     for name, module in loaded.model.named_modules():
         if not isinstance(module, nn.Linear):
@@ -53,7 +54,8 @@ def quantised_differences(recipe: Recipe, loaded: Loaded, found: QuantisedTraini
         is_meant = section is not None and id(module) in inside and not any(fnmatch.fnmatchcase(name, pattern) for pattern in left)
         if is_quantised(module) and not is_meant:
             differences.append(f"quantization.train: {name} computes with emulated quantisation, which the recipe does not mean")
-        may_be_left = is_router(loaded.model.config, module.out_features) or f"{name}.weight" in kept
+        may_be_left = is_router(loaded.model.config, module.out_features) or module.out_features == 1
+        may_be_left = may_be_left or f"{name}.weight" in kept or uses[id(module.weight)] > 1
         if is_meant and not may_be_left and bare_class(module) is nn.Linear:
             differences.append(f"quantization.train: {name} computes with its own weights")
         wanted += is_quantised(module)
