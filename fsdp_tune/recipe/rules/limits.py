@@ -164,7 +164,7 @@ def sequence_limits(recipe: Recipe) -> Iterator[Finding]:
             computes_in_fp8(recipe)
             and recipe.precision.fp8_recipe == "tensorwise"
             and f"`{_RECIPE}: tensorwise` (the scale of a token would depend on the other tokens of its rank)",
-            "write `fp8_recipe: rowwise`, which has a scale for each token",
+            "write `fp8_recipe: rowwise`, which has a scale for each token in the forward pass and in the gradient of the input",
         ),
         "lora.lora_dropout": (
             dropout and f"`lora.lora_dropout: {dropout}` (a token's mask would depend on the rank that holds the token)",
