@@ -20,6 +20,7 @@ from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.core.tensors.encodings import scales_among
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_trained_in_full, without_copies
 from fsdp_tune.model.adapters.nf4 import SCALE_DTYPE, dequantise, quantise
+from fsdp_tune.model.internals.transformers_internals import forget_kernels
 from fsdp_tune.model.loading.adapter_files import published_prefixes
 from fsdp_tune.model.loading.construct import embedding_rows, is_tied, start_untied_head
 from fsdp_tune.model.loading.stored_tensors import tensors_of
@@ -79,6 +80,7 @@ def _load(model: ModelToEvaluate, request: Request, trained_base: BaseModel | No
     in_4_bits = trained_base is not None and trained_base.nf4_scales is not None
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model.weights, **options)
+        forget_kernels(config)
         _change(config, trained_base.config_changes if trained_base is not None else {})
         as_stored = getattr(config, "dtype", None) or torch.float32
         dtype = as_stored if request.dtype == "auto" else TORCH_DTYPE[request.dtype]

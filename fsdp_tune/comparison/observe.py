@@ -297,7 +297,7 @@ class Side:
         separate_packed(recipe, model)
         self._quantise(recipe, model)
         if self.shows_defaults and not self.is_full and recipe.model.name_or_path is not None:
-            loaded = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path)
+            loaded = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, config=config)
             self.stages["defaults"] = StageFacts({"parameters": str(loaded.dtype).removeprefix("torch.")})
         parameters = dict(model.named_parameters())
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}

@@ -15,7 +15,7 @@ class ExpertsKernel:
     generations: frozenset[int] = frozenset()
     """Major numbers of the compute capabilities that it has kernels for."""
     distributions: tuple[str, ...] = ()
-    """Packages that it needs, by their names in pip."""
+    """Packages that it needs, by their names in pip; transformers has their versions."""
     repository: str | None = None
     """The repository of the hub whose code it downloads and runs."""
     gate: str | None = None

@@ -34,14 +34,15 @@ _stat = os.stat
 class Reads:
     """What is read in the block. One at a time in a process.
 
-    `states`: path → its state when it was read first. The path of a directory whose entries were read ends in `/`.
+    `states`: path → its state when it was read first. The path of a directory whose entries were read ends in `/`. `started_ns`: when the
+    process was started, in ns since the epoch, if it read files before the block that are included later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, started_ns: int | None = None) -> None:
         self.states: dict[str, str] = {}
         self._is_comparable = True
         self._is_recording = False
-        self._started_ns = time.time_ns()
+        self._started_ns = time.time_ns() if started_ns is None else started_ns
         self._changed_ns = 0
         """When the last of these files changed."""
 
@@ -58,7 +59,7 @@ class Reads:
         for module in list(sys.modules.values()):
             names: dict[str, Any] = getattr(module, "__dict__", {})
             self._add(names.get("__file__"))
-            for folder in names.get("__path__", ()):
+            for folder in names.get("__path__") or ():
                 self._add(folder, is_listed=True)
         for folder in sys.path:
             self._add(folder, is_listed=True)

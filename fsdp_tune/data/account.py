@@ -82,14 +82,16 @@ def source_lines(report: DataReport) -> list[str]:
 def duplicate_lines(report: DataReport) -> list[str]:
     """Return the line on duplicates in the training set; no line if there are none. Of a stream they are not counted."""
     account = report.sets[TRAIN]
-    same = "the tokens and targets of an earlier one"
+    same = "the tokens and targets of"
     if report.stream_sample_rows:
         return ["duplicates of rows are not counted in a stream"]
     if dropped := account.dropped_duplicates.rows:
-        return [f"{dropped:,} training rows with {same} were left out; {account.dropped_duplicates.describe_first()}"]
+        return [
+            f"{dropped:,} training rows with {same} an earlier or held-out one were left out; {account.dropped_duplicates.describe_first()}"
+        ]
     if repeated := account.repeated.rows:
         how = "`data.drop_duplicates: true` leaves them out"
-        return [f"{repeated:,} training rows have {same} ({how}); {account.repeated.describe_first()}"]
+        return [f"{repeated:,} training rows have {same} an earlier one ({how}); {account.repeated.describe_first()}"]
     return []
 
 

@@ -50,7 +50,7 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: DataReport, *,
         *_key_notices(recipe, report),
         *_split_notices(report),
         *_repeat_notices(recipe, report),
-        *_eval_notices(report),
+        *_eval_notices(recipe, report),
         *_length_notices(recipe, report),
         *_end_notices(inputs, report),
         *_text_notices(report),
@@ -112,13 +112,17 @@ def _repeat_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
             )
 
 
-def _eval_notices(report: DataReport) -> Iterator[Notice]:
+def _eval_notices(recipe: Recipe, report: DataReport) -> Iterator[Notice]:
+    if isinstance(recipe.data.eval, list):
+        remedy = "remove them from one of the two sets"
+    else:
+        remedy = "files write them differently, and a split is by content: `data.drop_duplicates: true` leaves out the training rows"
     for name, account in report.sets.items():
         if account.also_trained.rows:
             yield Notice(
                 "eval-rows-trained",
-                f"{name}: {account.also_trained} with the content of a training row: the loss on them measures memorization",
-                hint=f"remove them from one of the two sets; {account.also_trained.describe_first()}",
+                f"{name}: {account.also_trained} with the content or the tokens of a training row: the loss on them measures memorization",
+                hint=f"{remedy}; {account.also_trained.describe_first()}",
             )
 
 
@@ -169,7 +173,7 @@ def _end_notices(inputs: Sequence[Input], report: DataReport) -> Iterator[Notice
 
 
 def _text_notices(report: DataReport) -> Iterator[Notice]:
-    kept = report.rows_kept
+    kept = report.eos.examples
     if count := report.joined_without_space:
         yield Notice(
             "no-space",

@@ -209,6 +209,8 @@ class Index:
     """Account of each set by its name."""
     sources: dict[str, list[InputAccount]] = field(default_factory=dict[str, list[InputAccount]])
     """Accounts of all sources within each set."""
+    dropped_duplicates: int = 0
+    """Number of examples that `data.drop_duplicates` leaves out."""
 
 
 def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: StoreWriter, names: Sequence[str]) -> Index:
@@ -223,9 +225,12 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
         chosen = available
         if training is None:
             is_repeated = repeated(available.origins, available.token_hashes)
+            if data.drop_duplicates and not isinstance(data.eval, list):
+                is_repeated |= _is_held_out_too(available, sets)
             copies = {"dropped_duplicates" if data.drop_duplicates else "repeated": _origins(available, is_repeated)}
             if data.drop_duplicates:
                 available = available.take(~is_repeated)
+                index.dropped_duplicates = int(np.count_nonzero(is_repeated))
             training = chosen = _mixture(recipe, inputs, available, trained, names)
         else:
             copies = {"also_trained": _origins(available, _also_trained(available, training))}
@@ -248,6 +253,15 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
 def _origins(examples: Examples, chosen: Any) -> Int64:
     """Return [k, 2] origins of the rows of the chosen examples; a row may be several examples."""
     return np.unique(examples.origins[chosen], axis=0)
+
+
+def _is_held_out_too(training: Examples, sets: dict[str, Examples]) -> Any:
+    """Return True for each training example whose row has the tokens and targets of a held-out row.
+
+    A split holds out rows by their content, which another file or format may write differently.
+    """
+    held_out_rows = [part.token_hashes for name, part in sets.items() if name != TRAIN]
+    return np.isin(training.token_hashes, np.concatenate(held_out_rows)) if held_out_rows else False
 
 
 def _also_trained(examples: Examples, training: Examples) -> Any:
@@ -305,7 +319,7 @@ def _report(
         rows_read=counts["rows"],
         rows_bad=rows_named(bad, names),
         rows_untrained=rows_named(untrained, names),
-        rows_kept=len(examples),
+        rows_kept=len(examples) - index.dropped_duplicates,
         rows_split=SplitRows(counts["split_rows"], counts["split_examples"]),
         inputs=tuple(
             index.sources[opened.set_name][number].model_copy(update=_described(opened) | {"keys": key_account(found.keys, number)})

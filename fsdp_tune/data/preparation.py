@@ -51,7 +51,7 @@ SAMPLE_ROWS = 1000
 """Rows of each streamed source that are prepared before the ranks start, to check and show them."""
 DATA_FORMAT = 12
 """Incremented when the same input would give other rows or another layout, so that old caches are not used."""
-ACCOUNT_FORMAT = 1
+ACCOUNT_FORMAT = 2
 """Incremented when the account of the same rows would differ. It is no part of the key that a resumed run must have."""
 
 
@@ -275,9 +275,9 @@ def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input],
     settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
     if data.streaming:
         settings |= data.model_dump(include={"stream_lanes", "curriculum", "shuffle", "shuffle_buffer_size"})
-    if data.drop_duplicates:  # stores of versions without the key keep their names
-        settings |= {"drop_duplicates": True}
     split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
+    if data.drop_duplicates:  # a run of a version without the key has the same training rows, and can be resumed
+        settings |= {"drop_duplicates": True if split is None else "also held out"}
     return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, digests, train=True)]
 
 

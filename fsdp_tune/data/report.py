@@ -131,13 +131,13 @@ class SetAccount(PartialFacts):
     dropped_too_long: NamedRows = NamedRows()
     dropped_nothing_left: NamedRows = NamedRows()
     dropped_duplicates: NamedRows = NamedRows()
-    """Of the training set with `data.drop_duplicates`: rows with the tokens and targets of an earlier one."""
+    """Of the training set with `data.drop_duplicates`: rows with the tokens and targets of an earlier row, or of one that is held out."""
     fill: float = 0.0
     """Tokens in the rows, of `data.max_length` in each."""
     repeated: NamedRows = NamedRows()
     """Of the training set without `data.drop_duplicates`: rows with the tokens and targets of an earlier one."""
     also_trained: NamedRows = NamedRows()
-    """Of the other sets: rows with the content of a training row."""
+    """Of the other sets: rows with the content, or the tokens and targets, of a training row."""
 
     @property
     def dropped(self) -> int:
@@ -154,6 +154,7 @@ class DataReport(PartialFacts):
     rows_bad: NamedRows = NamedRows()
     rows_untrained: NamedRows = NamedRows()
     rows_kept: int = 0
+    """Examples of all sets, without those of bad and untrained rows and of dropped duplicates, before they are cut."""
     rows_split: SplitRows = SplitRows()
     inputs: tuple[InputAccount, ...] = ()
     sets: dict[str, SetAccount] = Field(default_factory=dict[str, SetAccount])

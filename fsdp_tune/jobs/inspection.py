@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,13 +120,13 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
 
 def _inspect_in_child(recipe: Recipe, *, offline: bool) -> ModelInspection:
     """Return the document of `fsdp_tune.model.loading.inspect`, kept or new, or one with the reason why there is none."""
-    environment = kept_inspections.without_terminal(os.environ) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    environment = kept_inspections.without_session(os.environ) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     raw = kept_inspections.inspected_part(recipe).model_dump_json(by_alias=True)
     entry = kept_inspections.entry_path(INSPECT, raw, environment)
     if entry is not None and (document := kept_inspections.kept(entry)) is not None:
         return document
-    command = (*INSPECT, *([str(entry)] if entry is not None else []))
+    command = (*INSPECT, *([str(entry), str(time.time_ns())] if entry is not None else []))
     child = children.start(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)

@@ -6,7 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def measure(
     allowed: Allowed = Allowed(),
     observer: Observer = Observer(),
 ) -> Plan:
-    """Rank recipes as `plan` does, train the best `count` and the requested one for a few steps on this machine, and rank what ran.
+    """Rank recipes as `plan` does, train the `count` fastest and the requested one for a few steps on this machine, and rank what ran.
 
     `steps` are counted after the first two. No measurement begins that would end after `minutes`. Full rows on a GPU calibrate its later
     plans. `write` is a file for the fastest. Call it where `train` may be called. Raises: FsdpTuneError, also if nothing was measured.
@@ -79,7 +79,7 @@ def measure(
                 observer.planned(made, "recipe")
                 with observer.progress("trying recipes", None, "recipes") as bar:
                     found = plans.search("fastest", lambda _changes: bar.advance())
-            chosen = best_first(found.ranked, count)
+            chosen = found.to_measure(count)
             if not chosen:
                 raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to measure")
             measuring = _Measuring(steps, minutes, allowed, observer)
@@ -141,13 +141,6 @@ class Trial:
         self.figures = MeasuredPlan(
             plan.recipe_changes, plan.batch, outcome, problem, plan.tokens_per_step, plan.step_seconds, plan.peak_reserved_gib
         )
-
-
-def best_first(ranked: Sequence[PlannedRecipe], count: int) -> list[PlannedRecipe]:
-    """Return the best `count` recipes that may fit, and the requested one."""
-    found = [each for each in ranked if each.plan.fits != "no"]
-    best = found[:count]
-    return best + [each for each in found[count:] if not each.plan.recipe_changes]
 
 
 @dataclass(slots=True)

@@ -56,8 +56,10 @@ def _config(folder: Path) -> Any:
     import transformers
 
     from fsdp_tune.model.internals.transformers_internals import ATTENTION as KERNEL
+    from fsdp_tune.model.internals.transformers_internals import forget_kernels
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    forget_kernels(config)
     # By attribute: a config.json may have `_attn_implementation`, which wins over the argument.
     KERNEL.set(config, ATTENTION)
     return config

@@ -453,7 +453,7 @@ def test_eval_rows_in_training_set_are_counted_and_named(tmp_path: Path, pairs: 
     other = write_jsonl(tmp_path / "eval.jsonl", rows)
     found = prepared(tmp_path, pairs, eval=[{"path": str(other), "label": "new", "loss_on": "all"}])
     assert found.report.sets["new"].also_trained == NamedRows(2, (f"{other}:1", f"{other}:3"))
-    assert told(found)["eval-rows-trained"].startswith("new: 2 rows with the content of a training row")
+    assert told(found)["eval-rows-trained"].startswith("new: 2 rows with the content or the tokens of a training row")
     assert "eval-rows-trained" not in told(prepared(tmp_path, pairs, eval={"rows": 5}))
 
 
@@ -554,7 +554,7 @@ def test_duplicates_over_all_sources_are_counted_and_dropped_with_the_key(tmp_pa
     store = RowStore(dropped.train)
     assert sorted(origin for row in range(len(store)) for origin in store.origins(row)) == [(str(path), row) for path, row in left]
     assert [account.rows for account in dropped.report.inputs] == [2, 1, 1]
-    assert (counted.key != dropped.key, counted.report.rows_kept) == (True, dropped.report.rows_kept)
+    assert (counted.key != dropped.key, counted.report.rows_kept, dropped.report.rows_kept) == (True, 7, 4)
 
 
 def test_evaluation_rows_are_never_dropped_as_duplicates(tmp_path: Path) -> None:
@@ -564,6 +564,30 @@ def test_evaluation_rows_are_never_dropped_as_duplicates(tmp_path: Path) -> None
     account = found.report.sets["eval"]
     assert (account.rows, account.dropped, account.also_trained) == (1, 0, NamedRows(1, (f"{evaluated}:1",)))
     assert "data.drop_duplicates" not in told(found)["eval-rows-trained"]
+
+
+@pytest.mark.parametrize("split", [{"fraction": 0.5}, {"rows": 6}])
+def test_rows_that_two_formats_write_are_not_on_both_sides_of_a_split(tmp_path: Path, split: dict[str, Any]) -> None:
+    """A split is by content, duplicates are by tokens; the loss on held-out rows must not be on rows that were trained."""
+    texts = [f"text {number}" for number in range(12)]
+    one = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    other = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "", "completion": text} for text in texts])
+    counted = prepared(tmp_path, one, other, eval=split)
+    overlap = sum(account.also_trained.rows for account in counted.report.sets.values())
+    assert overlap
+    hints = {notice.code: str(notice.hint) for notice in counted.as_notices()}
+    assert "`data.drop_duplicates: true` leaves out the training rows" in hints["eval-rows-trained"]
+    found = prepared(tmp_path, one, other, eval=split, drop_duplicates=True)
+    sides = [
+        {tuple(store[row].input_ids.tolist()) for row in range(len(store))}
+        for store in (RowStore(found.train), *map(RowStore, found.evals.values()))
+    ]
+    assert not sides[0] & set().union(*sides[1:])
+    assert len(set().union(*sides)) == len(texts)
+    accounts = found.report.sets
+    assert (sum(account.also_trained.rows for account in accounts.values()), "eval-rows-trained" in told(found)) == (0, False)
+    assert found.report.rows_kept == sum(account.examples for account in accounts.values())
+    assert accounts["train"].dropped_duplicates.rows == 24 - found.report.rows_kept
 
 
 def test_weighted_shares_are_of_the_rows_without_duplicates(tmp_path: Path) -> None:

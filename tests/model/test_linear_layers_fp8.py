@@ -123,6 +123,12 @@ def test_operands_are_padded_only_if_tokens_are_not_multiples(multiple: int, lon
     assert linear_layers._config(recipe, gathered=False, emulate=True).pad_inner_dim is padded
 
 
+def test_reason_for_padding_names_the_multiple_of_ranks_that_share_a_row() -> None:
+    data = {"train": [{"path": "hand-made"}], "pad_to_multiple_of": 16, "max_length": 64}
+    recipe = fp8(data=data, parallelism={"sp_size": 2})
+    assert "is not a multiple of 32" in choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason
+
+
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 def test_converted_linear_multiplies_in_fp8(scaling: str) -> None:
     """By hand: each operand times its scale, rounded to e4m3, divided by it, and multiplied in fp32."""

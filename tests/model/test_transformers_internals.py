@@ -31,6 +31,7 @@ FALLBACKS = {
     "FIND_PACKED": None,
     "IS_PACKED": None,
     "GROUPED_PRODUCT_TAKES": None,
+    "SONICMOE_NEEDS": None,
 }
 
 

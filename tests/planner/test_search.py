@@ -21,6 +21,7 @@ from fsdp_tune.planner.search.search import (
     other_trainings,
     rank_recipes,
     smallest_hardware,
+    with_places,
     with_resharding,
 )
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
@@ -125,6 +126,34 @@ def test_recipes_whose_times_differ_by_less_than_the_error_are_equal_and_ordered
     assert (first.equal_from is not None) == ("equal within the median error of such times" in str(ranking.because))
     if target == "fastest":
         assert len(others) > 1, "else this shows nothing"
+
+
+def test_recipes_on_as_many_gpus_are_equal_with_others_between_them() -> None:
+    first = ranked(80)[0].ranked[0]
+    error = first.plan.accuracy["step_seconds"].median_percent
+    assert error is not None
+
+    def taking(percent: float, gpus: int, gib: float) -> PlannedRecipe:
+        seconds = first.plan.tokens_per_step / gpus * (1 + percent / 100)
+        return replace(first, plan=replace(first.plan, step_seconds=seconds, num_processes=gpus, device_gib=gib))
+
+    found = with_places([taking(0, 8, 9.0), taking(error / 4, 4, 9.0), taking(error / 2, 8, 5.0), taking(2 * error, 8, 1.0)])
+    shown = [(each.plan.num_processes, each.plan.device_gib, each.plan.place, each.plan.equal_from) for each in found]
+    assert shown == [(8, 5.0, 1, 1), (8, 9.0, 2, 1), (4, 9.0, 3, None), (8, 1.0, 4, None)]
+
+
+def test_fastest_predicted_recipes_are_measured_whatever_memory_they_need() -> None:
+    ranking, _ = ranked(80)
+
+    def seconds(each: PlannedRecipe) -> float:
+        return (each.plan.step_seconds or float("inf")) / each.plan.tokens_per_step
+
+    fitting = sorted((each for each in ranking.placed if each.plan.fits == "yes"), key=seconds)
+    assert len(ranking.placed) > len(ranking.ranked), "recipes that are not shown are measured too"
+    assert seconds(ranking.ranked[0]) > seconds(fitting[0]), "else this shows nothing"
+    chosen = ranking.to_measure(3)
+    assert [seconds(each) for each in chosen[:3]] == [seconds(each) for each in fitting[:3]]
+    assert [each.plan.recipe_changes for each in chosen[3:]] in ([], [{}])
 
 
 def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
@@ -304,8 +333,7 @@ def test_where_nothing_fits_the_smallest_sufficient_hardware_is_found() -> None:
     recipe, tracer = resolved(gpus=2), ModelTracer(150)
     search = Search(find_hardware("RTX4090"), tracer)
     ranking = rank_recipes(search, recipe, tracer.trace(recipe), "fastest")
-    ranking = Ranking(tuple(each for each in ranking.ranked if not each.recipe.fsdp.offload_params), None)
-    found = smallest_hardware(search, recipe, ranking.ranked)
+    found = smallest_hardware(search, recipe, [each for each in ranking.ranked if not each.recipe.fsdp.offload_params])
     assert found is not None
     assert (found.gpu, found.num_processes) == ("GH200", 2), "76 GiB a GPU: less than 80 GB with something to spare is not enough"
 

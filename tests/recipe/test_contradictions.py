@@ -213,6 +213,11 @@ COMPLETE = [
         "`kernels.experts: sonicmoe` has kernels for CUDA",
     ),
     (
+        "model: {name_or_path: a, dtype: fp32}\ndata: {train: [{path: b}]}\nfsdp: {sharding_strategy: NO_SHARD}\n"
+        "kernels: {experts: sonicmoe}",
+        "`kernels.experts: sonicmoe` computes in 16 bits, and without sharding the weights that it is given are in fp32",
+    ),
+    (
         "model: {name_or_path: a}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: 'no'}\nkernels: {experts: sonicmoe}",
         "computes in 16 bits",
     ),

@@ -30,6 +30,12 @@ EXPERTS = Attribute("transformers:PreTrainedConfig._experts_implementation", "`k
 """The kernel of stacked experts: their forward looks it up in the configuration that they hold. Setting it sets nested ones too."""
 
 
+def forget_kernels(config: Any) -> None:
+    """Remove the kernels that a config.json names, so that transformers' defaults apply: it downloads and runs the code of some."""
+    for kernel in (ATTENTION, EXPERTS):
+        kernel.set(config, None)
+
+
 def has_experts_kernel(module: nn.Module) -> bool:
     """Return whether a module is of a class that `use_experts_implementation` has decorated, by what that gives to its objects."""
     given = vars(module)
@@ -68,6 +74,8 @@ FIND_PACKED_IN_PART = Name("transformers.masking_utils:find_packed_sequence_indi
 """The same check, of the tokens of one rank that shares rows with others, where it would find wrong examples."""
 GROUPED_PRODUCT_TAKES = Name("transformers.integrations.moe:_can_use_grouped_mm", "experts of any width", READ_IN, fallback=None)
 """Whether torch's grouped product takes an input and the weights of experts. Fallback: torch refuses widths that it does not take."""
+SONICMOE_NEEDS = Name("transformers.integrations.sonicmoe:SONICMOE_DEPENDENCIES", "`kernels.experts: sonicmoe`", READ_IN, fallback=None)
+"""{package: oldest version} without which SonicMoE does not load. Fallback: any version is taken."""
 RECORDED_OUTPUTS = Name("transformers.modeling_utils:_CAN_RECORD_REGISTRY", "`output_router_logits: true` under FSDP2", READ_IN)
 """The outputs of layers that a model can record, by its printed class, which FSDP2 replaces."""
 NO_ERROR_FOR_MISSING = Parameter(

@@ -145,7 +145,8 @@ def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice
     words += [f"{count} left, {why}" for why, count in Counter(plan.left.values()).items()]
     words.append(_gathering(recipe, plan))
     if not tokens_are_aligned(recipe):
-        words.append(f"operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is not a multiple of {FP8_MULTIPLE}")
+        multiple = _aligned_tokens(recipe)
+        words.append(f"operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is not a multiple of {multiple}")
     return {KEY: KernelChoice("fp8", "; ".join(words))}
 
 
@@ -218,8 +219,13 @@ def _config(recipe: Recipe, *, gathered: bool, emulate: bool) -> Any:
 
 def tokens_are_aligned(recipe: Recipe) -> bool:
     """Return whether a rank's token counts are multiples of 16, as a weight's gradient sums over them. If not, operands are padded."""
-    multiple = FP8_MULTIPLE * recipe.topology.row_parts
+    multiple = _aligned_tokens(recipe)
     return recipe.data.pad_to_multiple_of % multiple == 0 and recipe.data.max_length % multiple == 0
+
+
+def _aligned_tokens(recipe: Recipe) -> int:
+    """Return the number of which a row's tokens must be a multiple: 16 for each rank that shares it."""
+    return FP8_MULTIPLE * recipe.topology.row_parts
 
 
 def cast_as_autocast(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

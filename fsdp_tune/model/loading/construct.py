@@ -21,6 +21,7 @@ from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base
 from fsdp_tune.model.adapters.nf4 import quantise_layers
 from fsdp_tune.model.experts import allow_any_width
+from fsdp_tune.model.internals.transformers_internals import forget_kernels
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.kernels.expert_kernels import request_experts
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
@@ -88,6 +89,7 @@ def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfi
     untie(recipe, config)
     tie_text(recipe, config)
     scale_positions(recipe, config)
+    forget_kernels(config)
     request_experts(recipe, config)
     config.use_cache = False
     return config

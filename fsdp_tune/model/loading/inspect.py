@@ -1,8 +1,9 @@
 """Inspect a recipe's model on the meta device in a separate process, so that the command line never imports torch.
 
-    python -m fsdp_tune.model.loading.inspect [ENTRY] < recipe.json
+    python -m fsdp_tune.model.loading.inspect [ENTRY STARTED_NS] < recipe.json
 
-prints a `ModelInspection` as JSON, and keeps it in the file ENTRY if it can be reused (`model.kept_inspections`).
+prints a `ModelInspection` as JSON, and keeps it in the file ENTRY if it can be reused (`model.kept_inspections`). STARTED_NS is the time
+before the process was started, in ns since the epoch: files that are imported before `main` may have changed since then.
 """
 
 from __future__ import annotations
@@ -300,7 +301,10 @@ def _limits(recipe: Recipe, model: Any, *, packaged: bool, positions: int | None
 
 def main() -> None:
     recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
-    with Reads() as reads, contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must contain one document only
+    with (
+        Reads(int(sys.argv[2]) if len(sys.argv) > 2 else None) as reads,
+        contextlib.redirect_stdout(sys.stderr),
+    ):  # libraries print; stdout must contain one document only
         found = find_facts(recipe)
     sys.stdout.write(found.to_json())
     if len(sys.argv) > 1:

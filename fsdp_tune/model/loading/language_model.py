@@ -26,6 +26,7 @@ from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.families import TIE_KEY
 from fsdp_tune.core.tensors.encodings import method_of, quantisation_of, scales_among
+from fsdp_tune.model.internals.transformers_internals import forget_kernels
 from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers
 
 _MODULE = "fsdp_tune.model.loading.language_model"
@@ -71,7 +72,8 @@ def _load(name: str, revision: str, config: PreTrainedConfig) -> PreTrainedModel
     kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None or not issubclass(kind, PreTrainedModel):
         raise _refused(name, f"transformers has no class {config.architectures}, which its config.json names", None)
-    loaded: Any = kind.from_pretrained(name, revision=revision, dtype="auto", output_loading_info=True)
+    forget_kernels(config)
+    loaded: Any = kind.from_pretrained(name, config=config, revision=revision, dtype="auto", output_loading_info=True)
     full, loading = loaded
     if codes := _codes_in(name, revision, loading["unexpected_keys"]):
         raise _refused(name, f"its weights are quantised: its files have {codes}", "name the model in 16 bits")

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
 
-from fsdp_tune.model.internals.transformers_internals import ATTENTION
+from fsdp_tune.model.internals.transformers_internals import ATTENTION, forget_kernels
 from fsdp_tune.model.kernels.fake_quantised import base_config, plan_quantised, prepare_quantised
 from fsdp_tune.model.loading.kept_precision import keep_precision
 from fsdp_tune.model.shard.local import TORCH_DTYPE
@@ -95,7 +95,8 @@ def patterns_of(left: Sequence[str], quantised: Collection[str]) -> list[str]:
 
 def _load(folder: Path, **options: Any) -> Any:
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    ATTENTION.set(config, "eager")  # config.json may name a kernel that is not installed here
+    forget_kernels(config)
+    ATTENTION.set(config, "eager")
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, trust_remote_code=False, output_loading_info=True, **options)
     model, report = loaded
     if wrong := {name: sorted(map(str, keys)) for name, keys in report.items() if keys}:

@@ -153,29 +153,43 @@ class Ranking:
     ranked: tuple[PlannedRecipe, ...]
     """Best first, at most `SHOWN`, each with its rank among all recipes; always includes the requested recipe."""
     because: str | None
+    placed: tuple[PlannedRecipe, ...]
+    """All recipes, best first."""
+
+    def to_measure(self, count: int) -> list[PlannedRecipe]:
+        """Return the `count` recipes that are predicted to be fastest and may fit, and the requested one.
+
+        The order of the ranking is another: of recipes whose times are equal within the error, its first need least memory.
+        """
+        found = [each for each in sorted(self.placed, key=rank) if each.plan.fits != "no"]
+        return found[:count] + [each for each in found[count:] if not each.plan.recipe_changes]
 
 
 def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> Ranking:
     """Rank recipes for a target, including `base`; `trace` is that of `base`."""
     search_for, order = {"fastest": (fastest, rank), "cheapest": (cheapest, _by_cost), "largest-context": (longest, _by_length)}[target]
     others = [each for each in search_for(search, base, trace) if not _is_same(each.recipe, base, trace)]
-    placed = _placed(sorted([search.price(base, trace, base), *others], key=order))
+    placed = with_places(sorted([search.price(base, trace, base), *others], key=order))
     cut = next(each for each in placed if not each.plan.recipe_changes)
     shown = placed[:SHOWN] if cut in placed[:SHOWN] else [*placed[: SHOWN - 1], cut]
-    return Ranking(tuple(shown), why_first(placed, target))
+    return Ranking(tuple(shown), why_first(placed, target), tuple(placed))
 
 
-def _placed(found: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
+def with_places(found: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
     """Return recipes that are sorted by the target with their places; those whose times are equal within the error by memory.
 
-    The first of a group is the fastest, and each of the others is equal to that one, so that the order of all is consistent.
+    Each recipe is compared with the fastest one of the last group on as many GPUs, so that the order within these is consistent; a group
+    has the place of its fastest one.
     """
     groups: list[list[PlannedRecipe]] = []
+    last: dict[int, list[PlannedRecipe]] = {}
     for each in found:
-        if groups and _is_equal(groups[-1][0], each):
-            groups[-1].append(each)
+        group = last.get(each.plan.num_processes)
+        if group is not None and _is_equal(group[0], each):
+            group.append(each)
         else:
             groups.append([each])
+            last[each.plan.num_processes] = groups[-1]
     placed: list[PlannedRecipe] = []
     for group in groups:
         first = len(placed) + 1
@@ -344,7 +358,7 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
     equal = [each for each in ranked if first.equal_from is not None and each.plan.equal_from == first.equal_from]
     if equal:
         error = max(each.plan.accuracy["step_seconds"].median_percent or 0.0 for each in equal)
-        said.append(f"{len(equal) - 1} more are equal within the median error of such times ({error:g} %) and need more memory")
+        said.append(f"{len(equal) - 1} more are equal within the median error of such times ({error:g} %) and need no less memory")
     others = [each for each in fitting[1:] if each not in equal and _layout_of(each) != _layout_of(ranked[0])]
     if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:
         more = _device_seconds(ranked[0]) / _device_seconds(others[0]) - 1

@@ -93,6 +93,11 @@ def experts_kernel(recipe: Recipe) -> Iterator[Finding]:
     if kernel.generations and recipe.compute_dtype == "fp32":
         message = f"{written} computes in 16 bits, and this recipe computes in fp32"
         yield Finding("contradiction", (_EXPERTS, _KEY), message, "leave `experts` at auto, or write `mixed_precision: bf16`")
+    elif kernel.generations and not recipe.is_sharded and recipe.model.dtype == "fp32":
+        # Autocast casts nothing that is given to a kernel of another package; under FSDP the weights themselves are in 16 bits.
+        message = f"{written} computes in 16 bits, and without sharding the weights that it is given are in fp32 (`model.dtype`)"
+        hint = f"leave `experts` at auto, or write `dtype: {recipe.compute_dtype}`"
+        yield Finding("contradiction", (_EXPERTS, "model.dtype"), message, hint)
     if recipe.kernels.compile and not kernel.compiles:
         message = f"{written} loops over the experts that were chosen, which `kernels.compile: true` would compile for each set of them"
         yield Finding("contradiction", (_EXPERTS, "kernels.compile"), message, "leave `experts` at auto")
@@ -159,7 +164,7 @@ def sequence_limits(recipe: Recipe) -> Iterator[Finding]:
             computes_in_fp8(recipe)
             and recipe.precision.fp8_recipe == "tensorwise"
             and f"`{_RECIPE}: tensorwise` (the scale of a token would depend on the other tokens of its rank)",
-            "write `fp8_recipe: rowwise`, which has a scale for each token",
+            "write `fp8_recipe: rowwise`, which has a scale for each token in the forward pass and in the gradient of the input",
         ),
         "lora.lora_dropout": (
             dropout and f"`lora.lora_dropout: {dropout}` (a token's mask would depend on the rank that holds the token)",
