@@ -217,27 +217,6 @@ def test_browser_takes_over_what_a_run_writes_without_a_reload(tmp_path: Path) -
 
 @pytest.mark.slow
 @BROWSER
-def test_ranking_stays_sorted_by_its_column_when_others_are_inserted(tmp_path: Path) -> None:
-    lines = {name: [training_line(10, loss)] for name, loss in (("a", 3.0), ("b", 2.0))}
-
-    def render() -> str:
-        runs = [read_run(written(tmp_path / name, found), name) for name, found in lines.items()]
-        return report_page(runs, "2026-11-26 14:00", is_live=True)
-
-    sorted_by = "document.querySelector('#ranking [aria-sort]').textContent.trim()"
-    with serving(render) as page, browser(tmp_path) as window:
-        window.open(page.url)
-        window.wait_for("document.querySelector('#ranking thead button') !== null")
-        window.value("[...document.querySelectorAll('#ranking thead button')].find((each) => each.textContent === 'loss').click()")
-        assert window.value(sorted_by) == "loss"
-        for found in lines.values():
-            found.append({"step": 10, "eval_loss": 1.0, "time": 1795398078.2})
-        window.wait_for("document.querySelector('#ranking thead').textContent.includes('eval')")
-        assert window.value(sorted_by) == "loss"
-
-
-@pytest.mark.slow
-@BROWSER
 def test_enlarged_part_stays_enlarged_and_whole_curves_grow(tmp_path: Path) -> None:
     growing = Growing(tmp_path / "one")
     with serving(growing) as page, browser(tmp_path) as window:
