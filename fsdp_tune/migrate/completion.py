@@ -398,6 +398,10 @@ def _settle_ranks(ledger: Ledger) -> None:
         ranks = local * machines if isinstance(machines, int) else local
         ledger.settings.pop(RANKS, None)
         row = next(row for row in ledger.rows if row.path == path)
+        if is_asked(ledger, MACHINES):
+            row.fate, row.targets = Fate.QUESTION, (RANKS,)
+            row.reason = f"{local} on each machine, whose number is not known: write `launch: {{num_processes: N}}` for all of them"
+            continue
         ledger.set(RANKS, ranks, row.key, Weight.GIVEN, row)
         row.fate, row.targets, row.reason = Fate.COMPUTED, (RANKS,), f"{local} × {machines or 1} machines: it counts all ranks here"
 

@@ -24,7 +24,7 @@ from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import AccountRow, Ledger, Setting, without_places
 from fsdp_tune.migrate.open_keys import settle_computed
 from fsdp_tune.migrate.quoted import read_quoted
-from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
+from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER, STARTS_EACH_RANK
 from fsdp_tune.migrate.read.foreign_file import END, MANIFEST, SBATCH, ForeignFile, named_values, read_foreign, take_unexpanded
 from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
 from fsdp_tune.migrate.settling import ask_each, settle_all
@@ -290,7 +290,7 @@ def import_file(
 def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
     rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
-    rules |= {SBATCH: jobs.sbatch, MANIFEST: jobs.manifest}
+    rules |= {SBATCH: jobs.sbatch, MANIFEST: Inside(jobs.MANIFEST_RULES)}
     rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
     return {**rules, **each(ignored, Drop("the tool does not read it"))}
 
@@ -374,10 +374,17 @@ def _variable(key: FileKey) -> Outcome:
     return Write({("launch", "env", key.name): str(key.value)}, fate=Fate.KEPT)
 
 
+def _machines_of_tool(key: FileKey) -> Outcome:
+    """The machines of the launchers of ms-swift and LLaMA-Factory; torchrun and Accelerate do not read the variable."""
+    if key.tool in (SWIFT, LLAMA_FACTORY):
+        return Write({"launch.num_machines": key.value})
+    return Drop("the option of the launcher counts the machines")
+
+
 _VARIABLES: Rules = {
     **each(("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), Drop("set it where `fsdp-tune train` starts")),
     "NPROC_PER_NODE": same("launch.num_processes"),
-    "NNODES": same("launch.num_machines"),
+    "NNODES": _machines_of_tool,
     "NODE_RANK": Drop("each machine runs the same command"),
     "MASTER_ADDR": same("launch.main_process_ip"),
     "MASTER_PORT": same("launch.main_process_port"),
@@ -397,6 +404,8 @@ def _environment(key: FileKey) -> Outcome:
 
 _LAUNCHER: Rules = {
     **accelerate_config.LAUNCHER_RULES,
+    **each(("nodes", "N"), jobs.nodes),  # of srun
+    **each(STARTS_EACH_RANK, Drop("`fsdp-tune train` starts the ranks")),
     "config_file": _file(accelerate_config.ACCELERATE_RULES, _not_found),
     "deepspeed_config_file": _file(accelerate_config.DEEPSPEED_RULES, _not_found),
 }

@@ -89,6 +89,6 @@ def trials(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) ->
         tried = Ledger(tree, {}, ledger.tool, ledger.templates)
         try:
             settle_all(tried, (), Inside(rules))
-        except (AttributeError, TypeError, ValueError, LookupError, AssertionError, FsdpTuneError):
+        except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError, FsdpTuneError):
             continue  # the rule needs other keys, or another kind of value
         yield tried

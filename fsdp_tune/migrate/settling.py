@@ -43,7 +43,7 @@ def settle_key(ledger: Ledger, path: Path, rule: Rule, place: Path = (), *, null
     if nulls or (key.value is not None and key.value != ""):
         try:
             outcome = outcome_of(rule, key)
-        except (TypeError, AttributeError, ValueError):
+        except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError):
             outcome = Ask(f"not the kind of value that {ledger.tool} has here")
     for step in steps(outcome):
         _carry_out(ledger, key, step)

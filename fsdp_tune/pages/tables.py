@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -200,7 +201,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _labelled(key: str, value: JsonValue) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         if key.endswith("_bytes"):
             return f"{key.removesuffix('_bytes')}: {format_bytes(int(value))}"
         if key == "seconds" or key.endswith("_seconds"):

@@ -117,6 +117,14 @@ def _names(value: object) -> list[Any]:
     return list(value) if is_list(value) else [part.strip() for part in str(value).split(",")]
 
 
+def _first_adapter(value: object) -> Outcome:
+    """Take the first of a list of adapters: a run continues one. An option without a value is true, and names none."""
+    names = [value] if isinstance(value, bool) else _names(value)
+    if not names:
+        return Drop("it names no adapter")
+    return _write("lora.adapter", names[0]) if isinstance(names[0], str) else Ask("write the directory of the adapter")
+
+
 def _held_out(value: object) -> Outcome:
     """Convert a size of a held-out part: below 1 a share of the rows, else a number of rows; 0 is none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -129,10 +137,12 @@ def _held_out(value: object) -> Outcome:
 def _per_epoch(key: str) -> Convert:
     """Convert a number of events in an epoch: here, below 1, the interval is a share of all steps."""
     strategy = key.replace("_steps", "_strategy")
+    # axolotl skips 0 as if the key were absent: no evaluations, but a checkpoint after each epoch (`_configure_save_and_eval_strategy`).
+    none = _write(strategy, "no") if key == "training.eval_steps" else Drop("0 is as without the key there: it saves after each epoch")
 
     def convert(value: object) -> Outcome:
-        if value == 0:
-            return _write(strategy, "no")
+        if value == 0 and not isinstance(value, bool):
+            return none
         if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
             return Ask(f"write `{written(key, 0.5)}` for two in all: below 1 it is a share of all steps")
         if value <= 1:
@@ -353,7 +363,7 @@ _BY_TOOL: dict[str | None, dict[str, _Row]] = {
         "split_dataset_ratio": ("data.eval", _HELD_OUT, _held_out),
         "val_dataset": ("data.eval", "data: {eval: [{path: NAME}]}", _as("data.eval", _sources)),
         "quant_bits": ("quantization.load", _NF4, _cases("quantization.load", {"4": _TO_NF4}, _NO_8_BIT)),
-        "adapters": ("lora.adapter", None, lambda value: _write("lora.adapter", _names(value)[0])),
+        "adapters": ("lora.adapter", None, _first_adapter),
     },
     "torchtune": {
         "batch_size": (_MICRO_BATCH, None),

@@ -62,6 +62,19 @@ def test_options_are_settled_and_give_the_size_of_the_launch(tmp_path: Path) -> 
 
 def test_machines_of_a_job_are_those_of_the_run_unless_the_launcher_says_otherwise(tmp_path: Path) -> None:
     job = "#SBATCH --nodes=4\naccelerate launch {}--num_processes 8 sft.py --model_name_or_path m --dataset_name d\n"
-    assert values(from_text(tmp_path, job.format(""), "job.sh"))["launch.num_machines"] == 4
+    assert "sbatch.nodes" in questions(from_text(tmp_path, job.format(""), "job.sh"))
     assert values(from_text(tmp_path, job.format("--num_machines 1 "), "job.sh"))["launch.num_machines"] == 1
     assert "sbatch.nodes" in questions(from_text(tmp_path, job.replace("=4", "=2-4").format(""), "job.sh"))
+
+
+def test_launcher_without_a_number_of_machines_leaves_ranks_and_batch_open(tmp_path: Path) -> None:
+    job = "#SBATCH --nodes=2\n{} sft.py --model_name_or_path m --dataset_name d --per_device_train_batch_size 2\n"
+    result = from_text(tmp_path, job.format("srun torchrun --nproc_per_node 8"), "job.sh")
+    assert questions(result) == ["launcher.nproc_per_node", "sbatch.nodes"]
+    assert "global_batch_size:" not in result.text.replace("training.global_batch_size", "")
+    assert values(from_text(tmp_path, job.format("srun python"), "job.sh"))["launch.num_machines"] == 2
+
+
+def test_components_of_a_heterogeneous_job_are_a_question(tmp_path: Path) -> None:
+    job = "#SBATCH -N 2\n#SBATCH hetjob\n#SBATCH -N 1\ntorchrun --nnodes $SLURM_NNODES sft.py --model_name_or_path m --dataset_name d\n"
+    assert questions(from_text(tmp_path, job, "job.sh")) == ["launcher.nnodes", "sbatch.nodes", "sbatch.hetjob"]

@@ -136,3 +136,43 @@ def test_manifest_that_starts_no_trainer_is_refused_by_name(text: str, engine: s
 def test_configuration_is_no_manifest() -> None:
     assert manifest_in("base_model: m\ndatasets: [{path: a}]\nrun_name: x\n") is None
     assert manifest_in("run: 3\nmodel: m\n") is None
+
+
+SERVICE = "services:\n  train:\n    environment: {LR: '2e-4'}\n"
+WORDS = "--model_name_or_path, m, --dataset_name, d"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        (f"{SERVICE}    entrypoint: trl\n    command: [sft, {WORDS}, --run_name, 'my run (1)']\n", "name", "my run (1)"),
+        (f"{SERVICE}    command: |\n      trl sft\n        {WORDS.replace(',', '')}\n        --seed 7\n", "training.seed", 7),
+        (f"{SERVICE}    command: [bash, -c, --, 'trl sft {WORDS.replace(',', '')} --seed 7']\n", "training.seed", 7),
+        (PYTORCH_JOB.replace("{name: JOB, value: chats}", "{name: A, value: b}, {name: JOB, value: $(A)/c}"), "output_dir", "runs/b/c"),
+        (
+            PYTORCH_JOB + "---\napiVersion: v1\nkind: Pod\nspec: {replicas: 9, x: {command: [tensorboard, --logdir, x]}}\n",
+            "launch.num_machines",
+            4,
+        ),
+    ],
+)
+def test_words_and_counts_are_those_of_the_container_that_trains(text: str, key: str, value: object, tmp_path: Path) -> None:
+    if "tensorboard" in text:
+        manifest = manifest_in(text)
+        assert manifest is not None
+        assert [each.machines for each in manifest.containers] == [4, 9]
+        assert [manifest.machines_at(line) for line in (2, manifest.script.count("\n"))] == [4, 9]
+    else:
+        assert values(from_text(tmp_path, text, "job.yaml"))[key] == value
+
+
+def test_compose_replaces_from_the_host_and_a_shell_from_the_environment(tmp_path: Path) -> None:
+    service = f"{SERVICE}    command: [bash, -c, 'trl sft {WORDS.replace(',', '')} --learning_rate %sLR']\n"
+    assert questions(from_text(tmp_path, service % "$", "job.yaml")) == ["learning_rate"]
+    assert values(from_text(tmp_path, service % "$$", "job.yaml"))["training.learning_rate"] == 2e-4
+
+
+def test_aliases_of_a_manifest_are_limited(tmp_path: Path) -> None:
+    nested = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 9))
+    assert "yaml-too-large" in refusal(tmp_path, f"apiVersion: v1\nkind: Job\na0: &a0 [x, x]\n{nested}", "job.yaml")
+    assert "yaml-alias" in refusal(tmp_path, "apiVersion: v1\nkind: Job\nspec: &a {x: *a}\n", "job.yaml")

@@ -15,7 +15,12 @@ import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.migrate.importing import import_file
+from fsdp_tune.migrate.ledger import Ledger
+from fsdp_tune.migrate.rules import FileKey, Outcome
+from fsdp_tune.migrate.settling import settle_key
+from fsdp_tune.recipe.outcome import Fate
 from tests.migrate.foreign_files import FILES
+from tests.migrate.imports import AUTOMODEL_STEP, TORCHTUNE_STEP, from_text, row
 
 KINDS: tuple[Any, ...] = (1, "x", None, [], {}, [1], {"a": 1}, [{"a": 1}], ["x", ["y"]], 1.5, True)
 
@@ -71,3 +76,32 @@ OTHER_KINDS: dict[str, list[tuple[tuple[str | int, ...], Any]]] = {
     "fms": [(("use_flash_attn",), True)],
 }
 """Those that ended with a traceback, and one for each question about a kind."""
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        (TORCHTUNE_STEP.format("torch.optim.AdamW", ", betas: []"), "optimizer.betas", "question"),
+        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {tp_size: '2'}\n", "distributed.tp_size", "question"),
+        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {dp_size: '8'}\n", "distributed.dp_size", "question"),
+        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {cp_size: '1'}\n", "distributed.cp_size", "dropped"),
+        ("model: m\ndataset: [a.jsonl]\ntuner_type: lora\nadapters: []\n", "adapters", "dropped"),
+        ("model: m\ndataset: [a.jsonl]\ntuner_type: lora\nadapters: true\n", "adapters", "question"),
+    ],
+)
+def test_value_that_a_rule_cannot_take_is_a_question_and_an_empty_list_of_adapters_names_none(
+    text: str, key: str, expected: str, tmp_path: Path
+) -> None:
+    result = from_text(tmp_path, text, tool="ms-swift" if key == "adapters" else None)
+    assert row(result, key)[0] == expected
+    assert "lora.adapter" not in result.text
+
+
+@pytest.mark.parametrize("error", [IndexError, KeyError, OverflowError, ZeroDivisionError, TypeError, ValueError, AttributeError])
+def test_error_of_a_rule_is_a_question(error: type[Exception]) -> None:
+    def rule(key: FileKey) -> Outcome:
+        raise error
+
+    ledger = Ledger({"x": 1}, {}, "TRL")
+    settle_key(ledger, ("x",), rule)
+    assert ledger.rows[0].fate is Fate.QUESTION

@@ -90,6 +90,12 @@ def test_event_has_sizes_and_durations_in_units_on_one_line(tmp_path: Path) -> N
     assert found.warnings == events_of(record(tmp_path / "two", [saved, spike]), 0).warnings == 1
 
 
+def test_event_shows_durations_and_sizes_that_are_not_finite(tmp_path: Path) -> None:
+    line = {"event": "stall", "step": 1, "time": 1795398078.2, "wait_seconds": float("nan"), "peak_bytes": float("inf"), "seconds": 3.0}
+    (event,) = events_of(record(tmp_path / "one", [line]), 10).shown
+    assert event.text == "wait_seconds: nan, peak_bytes: inf, time: 3.0s"
+
+
 def test_routine_events_are_left_out_first(tmp_path: Path) -> None:
     saved = [{"event": "checkpoint_saved", "step": step} for step in range(100)]
     lines = [{"event": "loss_spike", "step": 0, "message": "high"}, *saved, {"event": "train_finished", "step": 100}]

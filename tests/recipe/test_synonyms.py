@@ -106,7 +106,7 @@ CONVERTED: dict[str, list[tuple[Any, Any]]] = {  # (value there, the tree here)
         (1, {"training": {"eval_strategy": "epoch"}}),
         (0, {"training": {"eval_strategy": "no"}}),
     ],
-    "saves_per_epoch": [(2, {"training": {"save_steps": 0.5}}), (1, {"training": {"save_strategy": "epoch"}})],
+    "saves_per_epoch": [(2, {"training": {"save_steps": 0.5}}), (1, {"training": {"save_strategy": "epoch"}}), (0, LEFT_OUT)],
     "max_steps_per_epoch": [(50, {"training": {"max_steps": 50}})],
     "adapter": [("lora", {"lora": {"r": 16}}), ("qlora", {"lora": {"r": 16}, "quantization": {"load": "nf4"}})],
     "finetuning_type": [("lora", {"lora": {"r": 16}}), ("full", LEFT_OUT), ("freeze", QUESTION)],

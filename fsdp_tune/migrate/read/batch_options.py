@@ -30,6 +30,8 @@ _NAMES = {
     "L": "licenses",
 }
 """Short options of `sbatch`."""
+COMPONENTS = ("hetjob", "packjob")
+"""The line after which a heterogeneous job has the options of its next component, which are of other nodes."""
 _GPUS = re.compile(r"(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)")
 
 
@@ -40,7 +42,10 @@ class BatchOption(NamedTuple):
 
 
 def batch_options(text: str) -> dict[str, BatchOption]:
-    """Return the options of a script by their long names. Slurm reads them up to the first command; the last of one name counts."""
+    """Return the options of a script by their long names. Slurm reads them up to the first command; the last of one name counts.
+
+    Those of a heterogeneous job are of its first component.
+    """
     return {name: BatchOption(value, line) for name, value, line in _options(text)}
 
 
@@ -54,6 +59,9 @@ def _options(text: str) -> Iterator[tuple[str, str | int | float | bool, int]]:
             words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
         except ValueError:  # a quote that is not closed
             words = line.removeprefix("#SBATCH").split()
+        if words and words[0] in COMPONENTS:
+            yield words[0], True, number
+            return
         while words:
             word = words.pop(0)
             name, sign, value = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
@@ -72,7 +80,12 @@ def _plain(text: str) -> str | int | float | bool:
 
 
 def variables(options: dict[str, BatchOption]) -> dict[str, str]:
-    """Return what Slurm sets for the commands of the script, where the options give one number."""
+    """Return what Slurm sets for the commands of the script, where the options give one number.
+
+    Of a heterogeneous job, whose components each set their own, it is nothing.
+    """
+    if any(name in options for name in COMPONENTS):
+        return {}
     nodes, gpus = options.get("nodes"), options.get("gpus-per-node") or options.get("gres")
     cores, tasks = options.get("cpus-per-task"), options.get("ntasks-per-node")
     found = {

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.migrate.read.shell_script import ShellScript, Statement, Unexpanded
+from fsdp_tune.migrate.read.shell_syntax import script_of_shell
 from fsdp_tune.migrate.tool_keys import is_default_of
 from fsdp_tune.recipe.read.tool_detection import AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL
 
@@ -57,6 +58,9 @@ _PROGRAMS = {
     "tuning.sft_trainer": FMS,
     "tune": TORCHTUNE,
 }
+_STARTERS = frozenset({"accelerate", "deepspeed", "trl", "axolotl", "megatron", "swift", "llamafactory-cli", "tune"})
+STARTS_EACH_RANK = ("srun", "mpirun")
+"""Launchers that start a program once for each rank, on all machines; the account has them as options if they start it directly."""
 _TORCHTUNE_RECIPE = re.compile(r"^[\w/]+_(?:single_device|distributed)(?:\.py)?$")
 """The word after `tune run`, and after the options of torchrun between them."""
 _WRAPPERS = frozenset({"env", "nohup", "exec", "time", "command"})
@@ -74,6 +78,8 @@ class ForeignCommand:
     """Lines of comment in the file before the command."""
     unread: list[str]
     """Words that may be any options, one sentence each."""
+    line: int = 1
+    """Line of the script on which the command starts."""
     written_file: Callable[[str], str | None] = lambda _: None
     """Returns the text of a file that the script writes before the command; None if it does not."""
 
@@ -117,7 +123,7 @@ def command_in(text: str, known: Mapping[str, str] = MappingProxyType({})) -> Fo
     own = {match[1] for word in words if (match := _VARIABLE.fullmatch(word))}
     variables = [_joined(f"{name}=", value) for name, value in inherited.items() if name not in own]
     written = functools.partial(script.written_file, statement=statement)
-    return ForeignCommand([*variables, *words], _comments_before(script, statement), unread, written)
+    return ForeignCommand([*variables, *words], _comments_before(script, statement), unread, statement.line, written)
 
 
 def _without_marks(words: list[str]) -> list[str]:
@@ -145,9 +151,9 @@ def _may_train(word: str) -> bool:
 
 def _command_of_shell(words: list[str]) -> tuple[list[str], str]:
     """Return the words before `bash -c TEXT`, and its text; "" if there is none."""
-    for at, (word, after) in enumerate(itertools.pairwise(words[:-1])):
-        if word.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", after):
-            return words[:at], str.__str__(words[at + 2])
+    for at in range(len(words)):
+        if (text := script_of_shell(words[at:])) is not None:
+            return words[:at], str.__str__(text)
     return [], ""
 
 
@@ -162,7 +168,8 @@ def _inside(before: list[str], text: str, script: ShellScript, statement: Statem
     names = {word.partition("=")[0] for word in own}
     outer = [word for word in (*exported, *outer) if word.partition("=")[0] not in names]
     written = functools.partial(script.written_file, statement=statement)
-    return ForeignCommand([*outer, *own, *launcher, *rest], [*_comments_before(script, statement), *found.comments], found.unread, written)
+    comments = [*_comments_before(script, statement), *found.comments]
+    return ForeignCommand([*outer, *own, *launcher, *rest], comments, found.unread, statement.line, written)
 
 
 def _variables_of(words: list[str]) -> tuple[list[str], list[str]]:
@@ -265,7 +272,10 @@ def parse_command(words: list[str]) -> ParsedCommand:
         # The text is what a program gets; the number of ranks is read as a number here.
         environment[name] = value if isinstance(value, Unexpanded) or str(value) == text else text
     start, tool = _program(words)
-    if launcher := _options(words[1:start], is_launcher=True):
+    launcher = _options(words[1:start], is_launcher=True)
+    if starter(words) == "python" and (of_slurm := next((word for word in words[:start] if word in STARTS_EACH_RANK), None)):
+        launcher[of_slurm] = True
+    if launcher:
         values[LAUNCHER] = launcher
     if environment:
         values[ENVIRONMENT] = environment
@@ -274,6 +284,15 @@ def parse_command(words: list[str]) -> ParsedCommand:
     if tool == TORCHTUNE:
         return ParsedCommand(values | _torchtune_options(words[start + 1 :]), tool)
     return ParsedCommand(values | _without_negations(_options(words[start + 1 :], is_launcher=False), tool), tool)
+
+
+def starter(words: list[str]) -> str:
+    """Return what starts the ranks of a command: "torchrun", another launcher or the tool's own, or "python" if each is started alone."""
+    _, words = _variables_of(words)
+    names = [word.rpartition("/")[2] for word in words[: _program(words)[0] + 1]]
+    if any(name == "torchrun" or name.startswith("torch.distributed.") for name in names):
+        return "torchrun"
+    return next((name for name in names if name in _STARTERS), "python")
 
 
 def _without_negations(options: dict[str, Any], tool: str | None) -> dict[str, Any]:

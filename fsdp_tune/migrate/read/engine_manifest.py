@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
-from fsdp_tune.core.values import as_items, as_list, as_mapping, is_list, is_mapping
+from fsdp_tune.core.values import as_list, as_mapping, is_list, is_mapping
+from fsdp_tune.migrate.read.shell_syntax import NAME, script_of_shell
+from fsdp_tune.recipe.read.yaml_source import compose_all, plain_value
 
 _BEGINS = re.compile(r"^(?:apiVersion|services|run|commands)\s*:", re.MULTILINE)
 """Without such a line at the margin, a file is not parsed a second time."""
-_KUBERNETES_NAME = re.compile(r"\$\(([A-Za-z_]\w*)\)")
-"""A variable as Kubernetes replaces it in a command, also outside of a shell."""
+_KUBERNETES = re.compile(rf"\$(?:\$|\((?P<name>{NAME})\))")
+"""A `$$`, or a variable as Kubernetes replaces it in a command and in values of variables, also outside of a shell."""
+_COMPOSE = re.compile(rf"\$(?:\$|\{{(?P<inner>(?P<name>{NAME})[^{{}}]*)\}}|(?P<bare>{NAME}))")
+"""A `$$`, or a variable of the host or of `.env` that Docker Compose replaces anywhere in its file."""
 _OF_SKYPILOT = frozenset({"resources", "setup", "num_nodes", "file_mounts", "workdir", "envs"})
+_JOINED = {"PyTorchJob": frozenset({"torchrun", "python"}), "TrainJob": frozenset({"torchrun", "python"}), "MPIJob": frozenset({"python"})}
+"""Kinds that give torchrun the number of machines (`PET_NNODES`) or start each rank of a program, by what starts ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Containers:
+    """Containers that run the same commands, each of which is a machine for a training."""
+
+    script: str
+    machines: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +37,31 @@ class EngineManifest:
     """Its name for people, with the kind of the manifest."""
     way: str
     """The command that writes such a manifest for a recipe; "" if there is none."""
-    script: str
-    """What its containers run; that of equal ones once."""
-    machines: int = 1
-    """Containers of the training, each of which is a machine for it."""
+    containers: tuple[Containers, ...]
     known: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables that the engine sets, where the manifest gives their values."""
+    joined: frozenset[str] = frozenset()
+    """What starts ranks (`command_line.starter`) as one training on all machines without an option; others need the number."""
+
+    @property
+    def script(self) -> str:
+        """What the containers run, each set of them in a subshell."""
+        return "".join(f"(\n{each.script}\n)\n" for each in self.containers)
+
+    def machines_at(self, line: int) -> int:
+        """Return the number of containers that run a line of `script`, which counts from 1."""
+        for each in self.containers:
+            line -= each.script.count("\n") + 3
+            if line <= 0:
+                return each.machines
+        return 1
 
 
-def manifest_in(text: str) -> EngineManifest | None:
-    """Return the manifest in a YAML file; None for a file that is not one."""
+def manifest_in(text: str, source: str = "") -> EngineManifest | None:
+    """Return the manifest in a YAML file; None for a file that is not one. Raises: FsdpTuneError for text that has no tree."""
     if _BEGINS.search(text) is None:
         return None
-    try:
-        documents = [as_mapping(each) for each in yaml.safe_load_all(text)]
-    except (yaml.YAMLError, ValueError):
-        return None  # the reader of configurations reports it
+    documents = [as_mapping(plain_value(node)) for node in compose_all(text, source)]
     if any("apiVersion" in each and "kind" in each for each in documents):
         return _kubernetes(documents)
     values = documents[0] if len(documents) == 1 else {}
@@ -50,32 +71,67 @@ def manifest_in(text: str) -> EngineManifest | None:
         return _dstack(values)
     if is_mapping(values.get("services")):
         scripts = [_of_service(as_mapping(each)) for each in as_mapping(values["services"]).values()]
-        return EngineManifest("Docker Compose", "", _joined(scripts))
+        return EngineManifest("Docker Compose", "", tuple(Containers(script) for script in dict.fromkeys(scripts) if script))
     return None
 
 
-def _joined(scripts: list[str]) -> str:
-    return "".join(f"(\n{script}\n)\n" for script in dict.fromkeys(scripts) if script)
+def _variables(variables: object) -> dict[str, str | None]:
+    """Return variables of a mapping, a list of `NAME=VALUE`, or a list of `{name: NAME, value: VALUE}`.
 
-
-def _bound(variables: object) -> str:
-    """Return lines that export variables: a mapping, a list of `NAME=VALUE`, or a list of `{name: NAME, value: VALUE}`.
-
-    One whose value is elsewhere, as in a secret, is left out.
+    One whose value is elsewhere, as in a secret, is None.
     """
     pairs: list[tuple[object, object]] = list(as_mapping(variables).items())
     for each in as_list(variables):
         name, _, value = str(each).partition("=")
         pairs.append((each.get("name"), each.get("value")) if is_mapping(each) else (name, value))
-    return "".join(
-        f"export {name}={shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}\n"
+    return {
+        str(name): None if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in pairs
-        if value not in (None, "") and re.fullmatch(r"[A-Za-z_]\w*", str(name))
-    )
+        if re.fullmatch(NAME, str(name))
+    }
+
+
+def _exported(variables: Mapping[str, str | None], quote: Callable[[str], str] = shlex.quote) -> str:
+    """Return lines that export the variables that have a value."""
+    return "".join(f"export {name}={quote(value)}\n" for name, value in variables.items() if value is not None)
 
 
 def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
+
+
+# ---- Variables that an engine replaces
+
+
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """How an engine replaces variables in its manifest: a `$$` is a `$`, and a match is what `expansion` returns, in the shell's words."""
+
+    pattern: re.Pattern[str]
+    expansion: Callable[[re.Match[str]], str]
+
+    def script(self, text: str) -> str:
+        """Return a text that a shell executes."""
+        return self.pattern.sub(lambda match: "$" if match[0] == "$$" else self.expansion(match), text)
+
+    def word(self, text: str) -> str:
+        """Return a word that no shell reads as the shell would read it: its own text in quotes, with the variables expanded."""
+        parts, literal, at = "", "", 0
+        for match in self.pattern.finditer(text):
+            literal += text[at : match.start()]
+            at = match.end()
+            if match[0] == "$$":
+                literal += "$"
+            else:
+                parts += (shlex.quote(literal) if literal else "") + f'"{self.expansion(match)}"'
+                literal = ""
+        literal += text[at:]
+        return parts + (shlex.quote(literal) if literal or not parts else "")
+
+    def command(self, words: list[str]) -> str:
+        """Return a command that is executed without a shell, or the script of one that starts a shell."""
+        text = script_of_shell(words)
+        return " ".join(map(self.word, words)) if text is None else self.script(text)
 
 
 # ---- Engines
@@ -84,16 +140,47 @@ def _count(value: object) -> int:
 def _kubernetes(documents: list[dict[str, Any]]) -> EngineManifest:
     found = [(document, *each) for document in documents for each in _containers(document, 1)]
     kinds = dict.fromkeys(str(document.get("kind")) for document, _, _ in found)
-    totals: dict[str, int] = {}
+    groups: dict[str, list[tuple[dict[str, str | None], int]]] = {}
     for _, container, machines in found:
-        script = _of_container(container)
-        totals[script] = totals.get(script, 0) + machines
+        words = [str(word) for word in (*as_list(container.get("command")), *as_list(container.get("args")))]
+        variables = _variables(container.get("env"))
+        script = _of_kubernetes(variables).command(words) if words else ""
+        groups.setdefault(script, []).append((variables, machines))
+    totals = [sum(machines for _, machines in group) for group in groups.values()]
+    totals = [max(totals)] * len(totals) if "MPIJob" in kinds else totals  # the launcher starts ranks on the workers
+    containers = [
+        Containers(_common_variables([variables for variables, _ in group]) + script, total)
+        for (script, group), total in zip(groups.items(), totals, strict=True)
+    ]
     name = f"Kubernetes {' and '.join(kinds or [str(documents[0].get('kind'))])}"
-    return EngineManifest(name, "fsdp-tune submit kubernetes", _joined(list(totals)), max(totals.values(), default=1))
+    sizes = {size for document in documents if (size := as_mapping(as_mapping(document.get("spec")).get(_GROUP)).get("size"))}
+    known = _known(LWS_GROUP_SIZE=_count(sizes.pop())) if len(sizes) == 1 else {}
+    joined = _JOINED.get(next(iter(kinds)), frozenset[str]()) if len(kinds) == 1 else frozenset[str]()
+    return EngineManifest(name, "fsdp-tune submit kubernetes", tuple(containers), known, joined)
+
+
+def _of_kubernetes(variables: Mapping[str, object]) -> _Replaced:
+    """Variables that a container does not have stay as they are: `$(hostname)` is of the shell."""
+    return _Replaced(_KUBERNETES, lambda match: f"${{{match['name']}}}" if match["name"] in variables else match[0])
+
+
+def _common_variables(of_each: list[dict[str, str | None]]) -> str:
+    """Return lines that export the variables of containers with the same commands; one whose values differ has none."""
+    lines = ""
+    for name in dict.fromkeys(name for variables in of_each for name in variables):
+        values = {variables.get(name) for variables in of_each}
+        if len(values) > 1:
+            lines += f"export {name}\n"
+        else:
+            lines += _exported({name: values.pop()}, _of_kubernetes(of_each[0]).word)
+    return lines
+
+
+_GROUP = "leaderWorkerTemplate"
 
 
 def _containers(value: object, machines: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the containers below a part of a manifest, each with how many of it run at once."""
+    """Yield the containers below a part of a manifest, each with how many of it run at once in one training."""
     if is_list(value):
         for item in value:
             yield from _containers(item, machines)
@@ -102,47 +189,46 @@ def _containers(value: object, machines: int) -> Iterator[tuple[dict[str, Any], 
     if is_list(value.get("command")) or is_list(value.get("args")):
         yield value, machines * _count(value.get("numNodes"))
         return
+    if _GROUP in value:  # its `replicas` are groups, each of which is a training of its own
+        group = as_mapping(value[_GROUP])
+        leaders = 1 if "leaderTemplate" in group else 0
+        yield from _containers(group.get("leaderTemplate"), machines)
+        yield from _containers(group.get("workerTemplate"), machines * (_count(group.get("size")) - leaders))
+        return
     own = next((value[name] for name in ("replicas", "parallelism") if name in value), 1)
     for inner in value.values():
         yield from _containers(inner, machines * _count(own))
 
 
-def _of_container(container: dict[str, Any]) -> str:
-    words = [str(word) for word in (*as_list(container.get("command")), *as_list(container.get("args")))]
-    return _bound(container.get("env")) + (_of_words(words) if words else "")
-
-
-def _of_words(words: list[str]) -> str:
-    """Return a command that is executed without a shell, or the script of one that starts a shell."""
-    if len(words) > 2 and re.fullmatch(r"(?:.*/)?(?:ba|z|da)?sh", words[0]):
-        at = next((index for index, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c", word)), None)
-        if at is not None:
-            return _KUBERNETES_NAME.sub(r"${\1}", words[at + 1])
-    return " ".join(_word(word) for word in words)
-
-
-def _word(word: str) -> str:
-    """Return one word as the shell reads it, with the variables that Kubernetes replaces."""
-    parts = _KUBERNETES_NAME.split(word)
-    if len(parts) == 1:
-        return shlex.quote(word)
-    return "".join(f'"${{{part}}}"' if index % 2 else shlex.quote(part) if part else "" for index, part in enumerate(parts))
-
-
 def _of_service(service: dict[str, Any]) -> str:
-    """Return the command of a service of Docker Compose, in which `$$` is a `$`."""
-    words = [each for name in ("entrypoint", "command") for each in as_items(service.get(name)) if each is not None]
-    is_text = any(isinstance(service.get(name), str) for name in ("entrypoint", "command"))
-    script = " ".join(str(word) for word in words) if is_text else _of_words([str(word) for word in words])
-    return _bound(service.get("environment")) + script.replace("$$", "$") if words else ""
+    """Return the command of a service of Docker Compose. A text is split into words, and only `$$` is a `$` of the container."""
+    words: list[str] = []
+    for each in (service.get(name) for name in ("entrypoint", "command")):
+        words += _split(each) if isinstance(each, str) else [str(word) for word in as_list(each) if word is not None]
+    variables = _variables(service.get("environment"))
+
+    def of_the_host(match: re.Match[str]) -> str:
+        name = match["name"] or match["bare"]
+        is_bound = name in variables or any(re.search(rf"\b{name}=", word) for word in words)
+        return f"${{{name}?}}" if is_bound else f"${{{match['inner'] or name}}}"  # the container's value is another one
+
+    replaced = _Replaced(_COMPOSE, of_the_host)
+    return _exported(variables, replaced.word) + replaced.command(words) if words else ""
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote that is not closed
+        return text.split()
 
 
 def _skypilot(values: dict[str, Any]) -> EngineManifest:
     machines = _count(values.get("num_nodes"))
     gpus = as_mapping(values.get("resources")).get("accelerators")
     known = _known(SKYPILOT_NUM_NODES=machines, SKYPILOT_NUM_GPUS_PER_NODE=_gpus(gpus))
-    script = f"{_bound(values.get('envs'))}{values['run']}"
-    return EngineManifest("SkyPilot", "fsdp-tune submit skypilot", _joined([script]), machines, known)
+    script = f"{_exported(_variables(values.get('envs')))}{values['run']}"
+    return EngineManifest("SkyPilot", "fsdp-tune submit skypilot", (Containers(script, machines),), known)
 
 
 def _dstack(values: dict[str, Any]) -> EngineManifest:
@@ -150,8 +236,8 @@ def _dstack(values: dict[str, Any]) -> EngineManifest:
     gpus = _gpus(as_mapping(values.get("resources")).get("gpu"))
     known = _known(DSTACK_NODES_NUM=machines, DSTACK_GPUS_PER_NODE=gpus, DSTACK_GPUS_NUM=gpus and gpus * machines)
     commands = "\n".join(str(each) for each in as_list(values["commands"]))
-    script = f"{_bound(values.get('env'))}{commands}"
-    return EngineManifest("dstack", "fsdp-tune submit dstack", _joined([script]), machines, known)
+    script = f"{_exported(_variables(values.get('env')))}{commands}"
+    return EngineManifest("dstack", "fsdp-tune submit dstack", (Containers(script, machines),), known)
 
 
 def _known(**values: int | None) -> dict[str, str]:

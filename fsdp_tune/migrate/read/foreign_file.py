@@ -17,7 +17,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.values import is_mapping
 from fsdp_tune.migrate.ledger import Path as KeyPath
 from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
-from fsdp_tune.migrate.read.command_line import command_in, parse_command
+from fsdp_tune.migrate.read.command_line import command_in, parse_command, starter
 from fsdp_tune.migrate.read.engine_manifest import EngineManifest, manifest_in
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
@@ -68,13 +68,14 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     text = notebook or read_text(path)
     if not notebook and path.suffix not in (*_YAML, ".json", ".toml"):
         command = command_in(text, variables(options := batch_options(text)))
-    manifest = manifest_in(text) if path.suffix in _YAML else None
+    manifest = _manifest(text, path) if path.suffix in _YAML else None
     if manifest is not None and (command := command_in(manifest.script, manifest.known)) is None:
         raise _nothing_to_import(manifest, path)
     if command is not None:
         values, named = parse_command(command.words)
         above: dict[KeyPath, list[str]] = {(): command.comments}
-        values |= {MANIFEST: {"machines": manifest.machines}} if manifest is not None and manifest.machines > 1 else {}
+        if manifest is not None and (machines := manifest.machines_at(command.line)) > 1:
+            values[MANIFEST] = {"machines" if starter(command.words) in manifest.joined else "nodes": machines}
         values |= {SBATCH: {name: option.value for name, option in options.items()}} if options else {}
         lines: dict[KeyPath, int] = {(SBATCH, name): option.line for name, option in options.items()}
         found = ForeignFile(path, tool or named or "", values, lines, above, unread=command.unread, written_file=command.written_file)
@@ -94,6 +95,13 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
         message = f"this is not recognised as the configuration of another trainer; keys that tell it: {tried(found.values)}"
         raise usage_error("unknown-foreign-file", message, hint=f"name the tool with `--from`: {names}", where=Where(str(path)))
     return found
+
+
+def _manifest(text: str, path: Path) -> EngineManifest | None:
+    try:
+        return manifest_in(text, str(path))
+    except FsdpTuneError as error:
+        raise FsdpTuneError(*(_about_the_file(problem) for problem in error.problems)) from error
 
 
 def _nothing_to_import(manifest: EngineManifest, path: Path) -> FsdpTuneError:

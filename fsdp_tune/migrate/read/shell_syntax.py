@@ -15,6 +15,24 @@ _SKIPPED = frozenset({"!", "time", "exec", "function"})
 _OPERATOR = re.compile(r"\d*(?:<<<|<<-?|>>|>\||>&|<&|&>>?|<|>)|&&|\|\||;;|[;&|()\n]")
 
 
+def script_of_shell(words: list[str]) -> str | None:
+    """Return the script in the words of `bash -c SCRIPT`; None if they start no shell with one.
+
+    The script is the first word after the options: bash takes `-c -- SCRIPT`, `-ce SCRIPT` and `-c -e SCRIPT` too.
+    """
+    if not words or re.fullmatch(r"(?:.*/)?(?:ba|z|da)?sh", words[0]) is None:
+        return None
+    at = next((at for at, word in enumerate(words[1:], 1) if re.fullmatch(r"-[a-z]*c[a-z]*", word)), None)
+    if at is None:
+        return None
+    rest = words[at + 1 :]
+    while rest and re.fullmatch(r"--|[-+][a-z]+", rest[0]):
+        ended = rest.pop(0) == "--"
+        if ended:
+            break
+    return rest[0] if rest else None
+
+
 @dataclass(frozen=True, slots=True)
 class WordPart:
     """A piece of a word: literal text, or an expansion, which is split at spaces unless it is in quotes."""

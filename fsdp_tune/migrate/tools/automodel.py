@@ -117,15 +117,21 @@ _MODEL: Rules = {
 # ---- Ranks
 
 
+_OFF = (None, "none", "None", "null", 1, "1")
+"""Values of a degree for which Automodel uses one rank, or computes it from the ranks."""
+
+
 def _ranks_of_data(key: FileKey) -> Outcome:
-    if isinstance(key.value, int) and key.value > 1:
-        return Ask("write `parallelism: {dp_shard_size: …}`, or leave it out: it follows from the ranks", "parallelism")
-    return Drop("it follows from the ranks")
+    if key.value in _OFF:
+        return Drop("it follows from the ranks")
+    return Ask("write `parallelism: {dp_shard_size: …}`, or leave it out: it follows from the ranks", "parallelism")
 
 
 def _degree(key: FileKey) -> Outcome:
-    if not isinstance(key.value, int) or key.value == 1:
+    if key.value in _OFF:
         return Drop("off: one rank, as it is here")
+    if not isinstance(key.value, int):
+        return Ask(f"it is not a number of ranks: write `parallelism: {{{key.name}: N}}`", f"parallelism.{key.name}")
     return Write({f"parallelism.{key.name}": key.value}, fate=Fate.KEPT)
 
 

@@ -409,16 +409,19 @@
     draw(figure);
   }
 
-  /** The column by which the reader sorts the ranking, and whether the greatest is first. */
+  /** The title of the column by which the reader sorts the ranking, and whether the greatest is first. Columns may be inserted later. */
   let ordered = null;
+  const titleOf = (heading) => heading.textContent.trim();
   function sortRanking() {
     const table = document.getElementById("ranking");
     if (!table) return;
-    const { index, isDown } = ordered;
+    const { title, isDown } = ordered;
+    const index = [...table.tHead.rows[0].cells].findIndex((cell) => titleOf(cell) === title);
     [...table.tHead.rows[0].cells].forEach((cell, at) => {
       if (at === index) cell.setAttribute("aria-sort", isDown ? "descending" : "ascending");
       else cell.removeAttribute("aria-sort");
     });
+    if (index < 0) return; // the column is not in this version of the page
     const isNumber = table.tHead.rows[0].cells[index].classList.contains("number");
     const order = (row) => row.cells[index].dataset.order;
     const compare = (one, other) => (isNumber ? Number(one) - Number(other) : one.localeCompare(other, "en", { numeric: true }));
@@ -441,7 +444,7 @@
     else if (button.matches(".field")) toggleField(button);
     else if (button.closest("#ranking th")) {
       const heading = button.closest("th");
-      ordered = { index: heading.cellIndex, isDown: heading.getAttribute("aria-sort") === "ascending" };
+      ordered = { title: titleOf(heading), isDown: heading.getAttribute("aria-sort") === "ascending" };
       sortRanking();
     }
   });

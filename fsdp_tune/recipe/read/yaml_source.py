@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -259,8 +260,29 @@ def compose(text: str, source: str, *, line: int | None = 1) -> tuple[Node | Non
     With `line=None`, positions consist of the source alone (for `--set`). Raises: FsdpTuneError for text that has no tree.
     """
     composer = _Composer(text, source, positions=line is not None)
-    try:
+    with _syntax_problems(text, composer):
         return composer.document(), composer.problems
+
+
+def compose_all(text: str, source: str) -> list[Node]:
+    """Return the trees of all documents in `text`, in which keys may replace those of `<<`, within the limits of one recipe together.
+
+    Raises: FsdpTuneError for text that has no trees, for a tag, and for a key that is written twice.
+    """
+    composer = _Composer(text, source, positions=True, may_override=True)
+    with _syntax_problems(text, composer):
+        found = [root for root in composer.documents() if root is not None]
+    wrong = [problem for problem in composer.problems if problem.code != "recipe-not-text"]
+    if wrong:
+        raise FsdpTuneError(*wrong)
+    return found
+
+
+@contextmanager
+def _syntax_problems(text: str, composer: _Composer) -> Iterator[None]:
+    """Report an error of the parser as a problem, after those that were found before. Raises: FsdpTuneError."""
+    try:
+        yield
     except yaml.MarkedYAMLError as error:
         last = _syntax_problem(error, text, composer)
         before = [problem for problem in composer.problems if problem.message != last.message]  # a no-break space may be found twice
@@ -274,8 +296,9 @@ def compose(text: str, source: str, *, line: int | None = 1) -> tuple[Node | Non
 class _Composer:
     """Build a tree by recursive descent over the parser's events, at most `MAX_DEPTH` deep."""
 
-    def __init__(self, text: str, source: str, *, positions: bool) -> None:
+    def __init__(self, text: str, source: str, *, positions: bool, may_override: bool = False) -> None:
         self.source = source
+        self._may_override = may_override
         self.positions = positions
         self.problems: list[Problem] = []
         self.latest = Where(source)
@@ -287,6 +310,13 @@ class _Composer:
 
     def where(self, mark: Any) -> Where:
         return Where(self.source, mark.line + 1, mark.column + 1) if mark is not None and self.positions else Where(self.source)
+
+    def documents(self) -> Iterator[Node | None]:
+        while self._parser.check_node():
+            self._parser.get_event()
+            self._anchors = {}
+            yield self._node()
+            self._parser.get_event()
 
     def document(self) -> Node | None:
         if not self._parser.check_node():
@@ -424,7 +454,7 @@ class _Composer:
 
     def _insert(self, mapping: MappingNode, key: str, entry: MappingEntry, *, through_merge: bool) -> None:
         first = mapping.entries.setdefault(key, entry)
-        if first is entry:
+        if first is entry or (through_merge and self._may_override):
             return
         later, earlier = (first, entry) if through_merge else (entry, first)
         other = f"line {earlier.where.line}" if self.positions else "the same text"
