@@ -29,7 +29,9 @@ _COUNTS = (
 def _joined(key: FileKey) -> Outcome:
     """Write the machines of a job that joins them to one training, unless the launcher has another number."""
     outcome = _machines(key)
-    if not isinstance(outcome, Write) or (given := next(filter(None, (key.of_file(*path) for path in _COUNTS)), None)) in (None, key.value):
+    counts: list[object] = [found for path in _COUNTS if (found := key.of_file(*path))]
+    given = counts[0] if counts else None
+    if not isinstance(outcome, Write) or given in (None, key.value):
         return outcome
     return Drop(f"the launcher's own number of machines, {given}, decides")
 
