@@ -15,11 +15,9 @@ recipe's architecture, scaled down as in a rehearsal; the step is that of the wo
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import math
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -38,10 +36,10 @@ if not hasattr(transformers, "PreTrainedConfig"):  # transformers 4 has the olde
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_tune.comparison.chosen import chosen_parameters
+from fsdp_tune.comparison.interpreter import lent_packages, versions
 from fsdp_tune.comparison.small_model import map_patterns, raw_config, with_default_sizes
 from fsdp_tune.comparison.stages import DATA_STAGES, STAGES, Observation, StageFacts, stages_until
 from fsdp_tune.comparison.tool_side import AUTOCAST, SMALL_MODEL, cut_length, dropouts, dtype_text, is_drawn, settle_draws, summary
-from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.small_config import scale_down_config
 from fsdp_tune.data.collate import collate, example_ids
@@ -90,7 +88,6 @@ AFTER_FIRST_TARGET = 32
 LOGIT_COLUMNS = 16
 EXACT_STEPS = 10_000
 NOMINAL_STEPS_OF_EPOCH = 1000
-PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "peft", "numpy", "safetensors")
 _SEED = 0
 
 Stages = dict[str, StageFacts]
@@ -487,18 +484,6 @@ def _rows_by_digest(sets: Mapping[str, str]) -> dict[str, str]:
 
 def _where(origin: tuple[str, int]) -> str:
     return f"{Path(origin[0]).name}:{origin[1]}"
-
-
-@functools.cache
-def versions() -> dict[str, str | None]:
-    """Return the versions of the libraries that compute, of this interpreter."""
-    return {"python": platform.python_version(), **installed_versions(PACKAGES)}
-
-
-def lent_packages() -> list[str]:
-    """Return the imported packages that are not this interpreter's own."""
-    files = {name: str(getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()) if "." not in name}
-    return sorted(name for name, file in files.items() if file.startswith(tuple(f"{folder}/" for folder in sys.argv[1:])))
 
 
 def main() -> None:

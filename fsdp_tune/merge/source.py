@@ -18,24 +18,21 @@ from fsdp_tune.core.files import folders_in, read_regular
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.core.units import parse_bytes
+from fsdp_tune.merge.best_checkpoint import best_checkpoint
 from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.recipe.schema.recipe import Merge, Recipe
-from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel
-from fsdp_tune.run.checkpoint_scores import CheckpointScores, best_by_score
 from fsdp_tune.run.directory import (
     SHARD_FOLDER,
     Checkpoint,
     Rejected,
     RunDir,
-    best_so_far,
     checkpoint_step,
     complete_checkpoints,
     inspect_checkpoint,
 )
 from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
-from fsdp_tune.run.metrics_file import read_metrics
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -304,7 +301,7 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
             tuple(_weights(checkpoint) for checkpoint in chosen), f"the mean of the checkpoints of steps {steps}", run, notices
         )
     if choice.best:
-        checkpoint, reason = _best(run, complete)
+        checkpoint, reason = best_checkpoint(run, _recipe(run), complete)
     else:
         checkpoint, reason = complete[0], f"{NEWEST} {len(complete)} complete checkpoint{'s' if len(complete) > 1 else ''}"
     return Selection((_weights(checkpoint),), reason, run, notices)
@@ -361,59 +358,6 @@ def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkp
             hint=f"complete: {', '.join(map(str, sorted(by_step)))}",
         )
     return [by_step[int(step)] for step in steps]
-
-
-def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
-    """Return the trainer's best checkpoint (`metric_for_best_model`), else the best of it among the saved steps, or of `eval_loss`."""
-    by_step = {checkpoint.step: checkpoint for checkpoint in complete}
-    if (recipe := _recipe(run)) is not None and recipe.best_by_score:
-        return _best_by_score(run, recipe, complete)
-    best = best_so_far(complete[0].path)
-    if best is not None and best.step in by_step:
-        return by_step[best.step], f"the best by the trainer's metric ({best.metric}) among {len(complete)} complete checkpoints"
-    name, is_greater = _best_metric(run)
-    values = {
-        line["step"]: line[name] for line in read_metrics(run) if line.get("step") in by_step and isinstance(line.get(name), (int, float))
-    }
-    if not values:
-        raise usage_error(
-            "merge-no-best",
-            "no evaluation of a saved step is recorded, so no checkpoint is the best",
-            where=Where(str(run.metrics_jsonl)),
-            hint="choose one with `--step N`",
-        )
-    chosen = (max if is_greater else min)(values, key=lambda step: values[step])
-    kind = "highest" if is_greater else "lowest"
-    return by_step[chosen], f"the {kind} {name} ({values[chosen]:.6g}) among {len(complete)} complete checkpoints"
-
-
-def _best_by_score(run: RunDir, recipe: Recipe, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
-    """Return the best checkpoint by a score of `evaluation:`. Raises: FailedError if no complete checkpoint has it."""
-    name = training_value(recipe.training, "metric_for_best_model")
-    if (best := best_by_score(run, recipe, complete)) is None:
-        scored = CheckpointScores.read(run).evaluated
-        found = dict.fromkeys(each for one in complete if (event := scored.get(one.manifest.identity)) for each in event.scores)
-        message = f"no complete checkpoint has the score `{name}`, so none is the best"
-        message += f"; their scores are {', '.join(found)}" if found else "; none of them has scores"
-        hint = "choose one with `--step N`; `fsdp-tune status` shows the scores, and why evaluations failed"
-        raise failed_error("merge-no-best", message, where=Where(str(run.metrics_jsonl)), hint=hint)
-    kind = "highest" if training_value(recipe.training, "greater_is_better") else "lowest"
-    return best.checkpoint, f"the {kind} {name} ({best.value:.6g}) among {len(complete)} complete checkpoints"
-
-
-def _best_metric(run: RunDir) -> tuple[str, bool]:
-    """Return the metric of the recipe that chooses the best checkpoint, as metrics.jsonl names it, and whether greater is better."""
-    training = _resolved(run).get("training") or {}
-    name = str(training.get("metric_for_best_model") or "loss")
-    return f"eval_{name.removeprefix('eval_')}", bool(training.get("greater_is_better"))
-
-
-def _resolved(run: RunDir) -> dict[str, Any]:
-    try:
-        value = json.loads(read_recipe_json(run))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 # ---- Settings, from the options and the run's `merge:` section

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+import yaml
+
+from fsdp_tune.core.units import printable
 from fsdp_tune.core.values import is_list, is_mapping
 
 Path = tuple[str | int, ...]
 Settings = Mapping[str, object] | Mapping[Path, object] | Mapping[str | Path, object]
 """Values of a recipe by key, which is dotted or a path; a value may be a mapping of keys."""
+
+_SHOWN_CHARACTERS = 100
 
 
 class Fate(StrEnum):
@@ -79,3 +85,31 @@ def flattened(tree: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
             yield from flattened(item, (*path, index))
     else:
         yield path, tree
+
+
+def in_words(outcome: Write | Ask | Drop) -> str:
+    """Return an outcome as the rest of a hint."""
+    match outcome:
+        case Ask():
+            return outcome.words
+        case Drop():
+            return f"leave it out: {outcome.reason}"
+        case Write():
+            lines = "` and `".join(written(str(key), value) for key, value in outcome.settings.items())
+            return f"write `{lines}`{f', {outcome.reason}' if outcome.reason else ''}"
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
+    """Return a dotted key and its value as a part of a recipe; entries of `data.train` are a list."""
+    tree: Any = value
+    for part in reversed(key.split(".")):
+        tree = {part: [tree] if part == "train" and is_mapping(tree) else tree}
+    return tree
+
+
+def written(key: str, value: object) -> str:
+    """Return a dotted key and its value as one line of YAML: `data: {max_length: 512}`."""
+    tree = nested(key, value)
+    line = yaml.safe_dump(tree, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False).strip()
+    line = printable(line.removeprefix("{").removesuffix("}"))
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"

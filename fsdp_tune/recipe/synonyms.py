@@ -10,13 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from fsdp_tune.core.units import printable
 from fsdp_tune.core.values import is_list, is_mapping
-from fsdp_tune.recipe.outcome import Ask, Drop, Write
+from fsdp_tune.recipe.outcome import Ask, Drop, Write, in_words, nested, written
 
-_SHOWN_CHARACTERS = 100
 Outcome = Write | Ask | Drop
 Convert = Callable[[Any], Outcome]
 """From a value in the other tool."""
@@ -48,34 +45,6 @@ class Synonym:
             return self.convert
         found = self.convert(value) if self.convert is not None else _write(self.key, value)
         return replace(found, near=self.key) if isinstance(found, Ask) else found
-
-
-def in_words(outcome: Outcome) -> str:
-    """Return an outcome as the rest of a hint."""
-    match outcome:
-        case Ask():
-            return outcome.words
-        case Drop():
-            return f"leave it out: {outcome.reason}"
-        case Write():
-            lines = "` and `".join(written(str(key), value) for key, value in outcome.settings.items())
-            return f"write `{lines}`{f', {outcome.reason}' if outcome.reason else ''}"
-
-
-def nested(key: str, value: object) -> dict[str, Any]:
-    """Return a dotted key and its value as a part of a recipe; entries of `data.train` are a list."""
-    tree: Any = value
-    for part in reversed(key.split(".")):
-        tree = {part: [tree] if part == "train" and is_mapping(tree) else tree}
-    return tree
-
-
-def written(key: str, value: object) -> str:
-    """Return a dotted key and its value as one line of YAML: `data: {max_length: 512}`."""
-    tree = nested(key, value)
-    line = yaml.safe_dump(tree, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False).strip()
-    line = printable(line.removeprefix("{").removesuffix("}"))
-    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"
 
 
 def _write(key: str, value: object) -> Write:

@@ -31,9 +31,9 @@ from fsdp_tune.migrate.rules import (
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
 from fsdp_tune.migrate.tools.emulated_quantisation import AXOLOTL_QAT
 from fsdp_tune.migrate.tools.experts import experts_kernel
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write, in_words
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
-from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS, in_words
+from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 
 def _datasets(place: Path) -> Rule:

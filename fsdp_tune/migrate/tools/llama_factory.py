@@ -33,9 +33,9 @@ from fsdp_tune.migrate.rules import (
     switch,
 )
 from fsdp_tune.migrate.tools.flat_options import MEDIA, method, unless_pretraining
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write, in_words
 from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY
-from fsdp_tune.recipe.synonyms import SYNONYMS, in_words
+from fsdp_tune.recipe.synonyms import SYNONYMS
 
 INFO = "dataset_info.json"
 _COLUMNS = {
