@@ -134,9 +134,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
                 )
                 write_record(stage, target.name, facts)
     notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *copy.notices, *compared, *loaded]
-    notices += [*(_missing(companions) if not exports else ()), *_non_finite_notices(written)]
-    if not settings.quantise and not exports:
-        notices += rounding_notices(settings.recipe, target, selection.run)
+    notices += [*_non_finite_notices(written), *(_notices_of_a_model(selection, settings, target, companions) if not exports else ())]
     return MergeResult(
         output=target,
         source=origin or selection.weights[0].checkpoint,
@@ -153,6 +151,11 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         notices=tuple(notices),
         to_quantise=(settings.recipe, settings.max_shard_bytes) if settings.quantise and settings.recipe is not None else None,
     )
+
+
+def _notices_of_a_model(selection: Selection, settings: MergeSettings, target: Path, companions: Companions) -> list[Notice]:
+    rounded = [] if settings.quantise else rounding_notices(settings.recipe, target, selection.run)
+    return [*_missing(companions), *rounded]
 
 
 def _settle(selection: Selection, options: MergeOptions) -> MergeSettings:

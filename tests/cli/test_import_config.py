@@ -158,7 +158,7 @@ def test_manifest_is_imported_or_refused_by_its_engine(tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     path.write_text("num_nodes: 2\nworkdir: .\nrun: accelerate launch --num_processes 16 sft.py --model_name_or_path m --dataset_name d\n")
     document = answer("import", path)
-    assert (document["tool"], yaml.safe_load(document["recipe"])["launch"]) == ("TRL", {"num_machines": 2, "num_processes": 16})
+    assert (document["tool"], yaml.safe_load(document["recipe"])["launch"]) == ("TRL", {"num_processes": 16})
 
     path.write_text("num_nodes: 2\nworkdir: .\nrun: make train\n")
     done = invoke("import", str(path))

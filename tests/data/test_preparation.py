@@ -571,7 +571,7 @@ def test_rows_that_two_formats_write_are_not_on_both_sides_of_a_split(tmp_path: 
     """A split is by content, duplicates are by tokens; the loss on held-out rows must not be on rows that were trained."""
     texts = [f"text {number}" for number in range(12)]
     one = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    other = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "", "completion": text} for text in texts])
+    other = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [*text.encode(), 257]} for text in texts])
     counted = prepared(tmp_path, one, other, eval=split)
     overlap = sum(account.also_trained.rows for account in counted.report.sets.values())
     assert overlap

@@ -96,6 +96,7 @@ def codes(run: RunDir, folder: Path) -> list[str]:
 
 def test_quantised_model_has_the_record_of_a_merge(run: RunDir) -> None:
     """So a push, a mirror, `evaluate` and the check for changed files take it as the output of a merge."""
+    run.model.mkdir(exist_ok=True)
     merge_checkpoint(run.path, MergeOptions(step=10))
     folder = run.merged_quantised
     record = json.loads((folder / RECORD_NAME).read_text())

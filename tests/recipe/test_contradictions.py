@@ -66,6 +66,7 @@ CONTRADICTIONS = [
     ("lora: {}\nquantization: {train: int8-int4}", 4, "line 3"),
     ("quantization: {train: int4}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
     ("quantization: {train: int4}\nkernels: {mlp_slice_tokens: 512}", 4, "line 3"),
+    ("quantization: {train: int4}\nkernels: {compile: true}\nprecision: {mixed_precision: bf16}", 4, "scales in fp32"),
     ("quantization: {train: int4}\nmerge: {quantise: true, dtype: fp16}", 4, "rounds weights of bf16"),
     ("launch: {device: cpu}\nkernels: {loss: liger}", 4, "for GPUs"),
     ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", 4, "loss scale"),
