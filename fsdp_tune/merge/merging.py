@@ -95,10 +95,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     Raises: usage error for contradictory options; FailedError for a damaged source, an output that cannot be written, and weights
     that are not finite.
     """
-    started = time.monotonic()
-    show = progress or _no_progress
-    choice = CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete)
-    selection = select_checkpoint(weights_below(source), choice)
+    started, show = time.monotonic(), progress or _no_progress
+    selection = _selected(source, options)
     exports = options.adapter is True
     settings = _settle(selection, options)
     if (merged := _merged_before(selection, settings, options)) is not None:
@@ -151,6 +149,11 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         notices=tuple(notices),
         to_quantise=(settings.recipe, settings.max_shard_bytes) if settings.quantise and settings.recipe is not None else None,
     )
+
+
+def _selected(source: Path, options: MergeOptions) -> Selection:
+    choice = CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete)
+    return select_checkpoint(weights_below(source), choice)
 
 
 def _notices_of_a_model(selection: Selection, settings: MergeSettings, target: Path, companions: Companions) -> list[Notice]:
