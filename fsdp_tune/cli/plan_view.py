@@ -203,7 +203,7 @@ def _number(value: float | None, form: str) -> str:
 
 BAR_CELLS = 40
 PIPE_WIDTH = 120
-"""Columns of a table where there is no terminal."""
+"""Columns of a table that is not written to a terminal."""
 
 
 def show_plan(screen: Terminal, plan: Plan) -> None:

@@ -187,7 +187,7 @@ def import_config(
 
 
 PIPE_WIDTH = 100
-"""Columns of the account of keys where there is no terminal."""
+"""Columns of the account of keys that is not written to a terminal."""
 
 
 def _show(screen: Screen, found: Import, output: Path | None) -> None:

@@ -52,7 +52,7 @@ SAMPLE_ROWS = 1000
 DATA_FORMAT = 12
 """Incremented when the same input would give other rows or another layout, so that old caches are not used."""
 ACCOUNT_FORMAT = 2
-"""Incremented when the account of the same rows would differ. It is no part of the key that a resumed run must have."""
+"""Incremented when the account of the same rows would differ. It is not part of the key that a resumed run must have."""
 
 
 @dataclass(frozen=True, slots=True)

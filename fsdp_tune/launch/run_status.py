@@ -19,7 +19,7 @@ from fsdp_tune.launch.command.resume import commands_of_finished, commands_to_re
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import checkpoint_events
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints, latest_checkpoint
-from fsdp_tune.run.event_parts import CheckpointScore, SpikeRow
+from fsdp_tune.run.event_parts import CheckpointScore, SpikeRow, shown_scores
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed, SpikeEvent, TrainStarted, number, read_event
 from fsdp_tune.run.job_files import JobStart, read_attempts
 from fsdp_tune.run.launch_files import LaunchRecord
@@ -177,10 +177,7 @@ class RunStatus(JsonAnswer):
     @property
     def evaluation_lines(self) -> list[str]:
         """The scores of the last evaluated checkpoint, and why no later one has any."""
-        last = self.evaluated_checkpoints[-1:]
-        lines = [
-            f"scores of checkpoint-{each.step}: {', '.join(f'{name} {score}' for name, score in each.scores.items())}" for each in last
-        ]
+        lines = [f"scores of checkpoint-{each.step}: {shown_scores(each.scores)}" for each in self.evaluated_checkpoints[-1:]]
         return [*lines, *([self.evaluation_problem] if self.evaluation_problem is not None else [])]
 
     @property
@@ -243,7 +240,7 @@ def run_status(run: RunDir) -> RunStatus:
         recent_losses=losses,
         evaluation=_evaluation(run.metrics_jsonl),
         evaluated_checkpoints=[EvaluatedCheckpoint(each.step, each.scores) for each in evaluated if isinstance(each, CheckpointEvaluated)],
-        evaluation_problem=_failed(evaluated[-1]) if evaluated else None,
+        evaluation_problem=next((each.problem for each in evaluated[-1:] if isinstance(each, CheckpointEvaluationFailed)), None),
         tokens_per_second_per_device=number(logged[-1].get("tokens_per_second_per_device")) if logged else None,
         peak_reserved_gib=_highest(logged, "peak_reserved_gib"),
         planned_reserved_gib=_planned(run),
@@ -254,11 +251,6 @@ def run_status(run: RunDir) -> RunStatus:
         starts=read_attempts(run.path),
         first_machine=_first_machine(run),
     )
-
-
-def _failed(event: CheckpointEvaluated | CheckpointEvaluationFailed) -> str | None:
-    is_failure = isinstance(event, CheckpointEvaluationFailed)
-    return f"checkpoint-{event.step} was not evaluated: {event.message}" if is_failure else None
 
 
 def _first_machine(run: RunDir) -> str | None:

@@ -51,7 +51,7 @@ def inspected_part(recipe: Recipe) -> Recipe:
 
 
 def entry_path(command: Sequence[str], recipe: str, environment: Mapping[str, str]) -> Path | None:
-    """Return where the inspection of a recipe, as a JSON text, is kept; None if there is no cache."""
+    """Return where the inspection of a recipe, as a JSON text, is kept; None without a cache directory."""
     try:
         machine = [path.read_text() for name in _MACHINE if (path := Path(name)).exists()]
         python = [sys.version, sys.path, platform.node(), machine]

@@ -73,10 +73,12 @@ class CheckpointScores:
 
 def best_by_score(run: RunDir, recipe: Recipe, complete: Sequence[Checkpoint]) -> BestScore | None:
     """Return the best of the complete checkpoints by `training.metric_for_best_model`; None if it is not a score, or none has it."""
-    if not recipe.best_by_score:
-        return None
+    return _best(CheckpointScores.read(run), recipe, complete) if recipe.best_by_score else None
+
+
+def _best(known: CheckpointScores, recipe: Recipe, complete: Sequence[Checkpoint]) -> BestScore | None:
     name, is_greater = training_value(recipe.training, "metric_for_best_model"), training_value(recipe.training, "greater_is_better")
-    return CheckpointScores.read(run).best(str(name), complete, is_greater=bool(is_greater))
+    return known.best(str(name), complete, is_greater=bool(is_greater))
 
 
 def checkpoints_to_evaluate(run: RunDir, evaluation: CheckpointEvaluation) -> list[Checkpoint]:
@@ -91,9 +93,10 @@ def kept_for_scores(run: RunDir, recipe: Recipe) -> set[int]:
     """
     if not recipe.evaluation.is_on:
         return set()
-    due, known = checkpoints_to_evaluate(run, recipe.evaluation), CheckpointScores.read(run)
+    complete, known = complete_checkpoints(run, elsewhere=None)[0], CheckpointScores.read(run)
+    due = [each for each in complete if recipe.evaluation.evaluates(each.step)]
     identities = known.evaluated.keys() | known.failed.keys()
-    best = best_by_score(run, recipe, complete_checkpoints(run, elsewhere=None)[0])
+    best = _best(known, recipe, complete) if recipe.best_by_score else None
     if recipe.best_by_score and best is None:
         return {each.step for each in due}
     waiting = {each.step for each in due if each.manifest.identity not in identities}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -39,6 +40,10 @@ class CheckpointScore(JsonAnswer):
     def __str__(self) -> str:
         interval = f" [{self.low:.4f}, {self.high:.4f}]" if self.low is not None and self.high is not None else ""
         return f"{self.value:.4f}{interval}"
+
+
+def shown_scores(scores: Mapping[str, CheckpointScore]) -> str:
+    return ", ".join(f"{name} {score}" for name, score in scores.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, SpikeRow
+from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, SpikeRow, shown_scores
 
 EventLevel = Literal["routine", "news", "warning", "alarm"]
 """`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal prints on stderr."""
@@ -273,7 +273,7 @@ class CheckpointEvaluated(MetricsEvent):
     warnings: list[str] | None = None
 
     def shown(self) -> list[str]:
-        scores = f"checkpoint-{self.step} evaluated: {', '.join(f'{name} {score}' for name, score in self.scores.items())}"
+        scores = f"checkpoint-{self.step} evaluated: {shown_scores(self.scores)}"
         return [scores, *(f"warning: checkpoint-{self.step}: {warning}" for warning in self.warnings or ())]
 
 
@@ -287,8 +287,12 @@ class CheckpointEvaluationFailed(MetricsEvent):
     command: str | None = None
     """Identifies the start of the run, as evaluation.json does."""
 
+    @property
+    def problem(self) -> str:
+        return f"checkpoint-{self.step} was not evaluated: {self.message}"
+
     def shown(self) -> list[str]:
-        return [f"warning: checkpoint-{self.step} was not evaluated: {self.message}"]
+        return [f"warning: {self.problem}"]
 
 
 @event("mirrored", "routine")

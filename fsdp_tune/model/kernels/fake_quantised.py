@@ -163,7 +163,12 @@ def choose_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, Kernel
     if section is None:
         return {}
     require_torchao(f"{KEY}: {section.train}", OLDEST_TORCHAO)
-    plan = plan_quantised(recipe, model)
+    return _choice(recipe, plan_quantised(recipe, model))
+
+
+def _choice(recipe: Recipe, plan: QuantisedPlan) -> dict[str, KernelChoice]:
+    section = recipe.quantised_training
+    assert section is not None
     words = [f"{len(plan.quantised)} linear layers, a scale for {section.group_size} weights"]
     words += [f"{count} left, {why}" for why, count in Counter(plan.left.values()).items()]
     return {KEY: KernelChoice(str(section.train), "; ".join(words))}
@@ -203,22 +208,24 @@ def base_config(recipe: Recipe) -> Any:
 
 def prepare_quantised(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice]:
     """Replace the planned layers of the bare model, except those already replaced, and return the choice."""
-    chosen = choose_quantised(recipe, model)
-    if chosen:
-        from torchao.quantization import quantize_
-        from torchao.quantization.qat import QATConfig
+    section = recipe.quantised_training
+    if section is None:
+        return {}
+    require_torchao(f"{KEY}: {section.train}", OLDEST_TORCHAO)
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
 
-        from fsdp_tune.model.kernels.rounding import Rounding
+    from fsdp_tune.model.kernels.rounding import Rounding
 
-        names = plan_quantised(recipe, model).quantised
-        fresh = {name: linear for name in names if not is_quantised(linear := model.get_submodule(name))}
-        quantize_(model, QATConfig(base_config(recipe), step=_PREPARE), filter_fn=lambda _, name: name in fresh)
-        for name, linear in fresh.items():
-            layer: Any = model.get_submodule(name)
-            # On the meta device torchao makes new parameters, which are trained also where the old ones are frozen.
-            layer.weight, layer.bias = linear.weight, linear.bias
-            layer.train(linear.training)
-            layer.weight_fake_quantizer = Rounding(layer.weight_fake_quantizer.config)
-            if layer.activation_fake_quantizer is not None:
-                layer.activation_fake_quantizer = Rounding(layer.activation_fake_quantizer.config)
-    return chosen
+    plan = plan_quantised(recipe, model)
+    fresh = {name: linear for name in plan.quantised if not is_quantised(linear := model.get_submodule(name))}
+    quantize_(model, QATConfig(base_config(recipe), step=_PREPARE), filter_fn=lambda _, name: name in fresh)
+    for name, linear in fresh.items():
+        layer: Any = model.get_submodule(name)
+        # On the meta device torchao makes new parameters, which are trained also where the old ones are frozen.
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.train(linear.training)
+        layer.weight_fake_quantizer = Rounding(layer.weight_fake_quantizer.config)
+        if layer.activation_fake_quantizer is not None:
+            layer.activation_fake_quantizer = Rounding(layer.activation_fake_quantizer.config)
+    return _choice(recipe, plan)
