@@ -19,8 +19,13 @@ from fsdp_tune.core.tensors.dtypes import Shape
 _SHOWN = 5
 
 
-# The child needs no accelerator and no network.
-_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+CHILD_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Of a child that loads a model: it needs no accelerator and no network."""
 
 
 class Child:
@@ -30,7 +35,7 @@ class Child:
         # -P: a `torch.py` in the current directory, which may be the checkpoint's, is not ours to run.
         command = [sys.executable, "-P", "-m", "fsdp_tune.merge.loaded", mode, str(folder.absolute())]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._process = children.start(command, {**os.environ, **_ENVIRONMENT}, errors="replace", **pipes)
+        self._process = children.start(command, {**os.environ, **CHILD_ENVIRONMENT}, errors="replace", **pipes)
 
     def __enter__(self) -> Self:
         return self

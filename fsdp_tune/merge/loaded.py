@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 TOKENS = 8
-ATTENTION = "eager"
-"""Every model supports it. A config.json may name a kernel that is not installed here, or one that transformers downloads and runs."""
 # Loading holds the weights once; the rest is for activations, torch itself and other processes.
 _MEMORY_SHARE = 0.6
 
@@ -52,25 +50,14 @@ def _on_meta(folder: Path, dtype: Any = None) -> Any:
         return _from_config(folder, dtype)
 
 
-def _config(folder: Path) -> Any:
-    import transformers
-
-    from fsdp_tune.model.internals.transformers_internals import ATTENTION as KERNEL
-    from fsdp_tune.model.internals.transformers_internals import forget_kernels
-
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    forget_kernels(config)
-    # By attribute: a config.json may have `_attn_implementation`, which wins over the argument.
-    KERNEL.set(config, ATTENTION)
-    return config
-
-
 def _from_config(folder: Path, dtype: Any = None) -> Any:
     """Create the model of the config's class on the current default device, in `dtype`, or in that of the config."""
     import torch
     import transformers
 
-    config = _config(folder)
+    from fsdp_tune.model.internals.transformers_internals import eager_config
+
+    config = eager_config(folder)
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
@@ -88,11 +75,13 @@ def load_and_run(folder: Path) -> dict[str, Any]:
     import torch
     import transformers
 
+    from fsdp_tune.model.internals.transformers_internals import eager_config
+
     size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if size_bytes > _MEMORY_SHARE * available_bytes():
         return {"where": "shapes", "report": {}, "finite": None, "shape": _run_on_shapes(folder)}
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=_config(folder), dtype="auto", trust_remote_code=False, output_loading_info=True
+        folder, config=eager_config(folder), dtype="auto", trust_remote_code=False, output_loading_info=True
     )
     model, report = loaded
     logits = _run(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
@@ -15,7 +14,6 @@ from typing import Any
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.command import Bar, MergeCheck, OpenBar
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.merge import output_directory as place
@@ -38,7 +36,7 @@ from fsdp_tune.merge.read.reader import SourceTensor
 from fsdp_tune.merge.source import NAMED, SINGLE_NAME, CheckpointChoice, MergeSettings, Selection, select_checkpoint, settle
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord
-from fsdp_tune.run.written_files import require_unchanged_output
+from fsdp_tune.run.written_files import merge_record, require_unchanged_output
 
 _SHOWN = 20
 
@@ -179,9 +177,9 @@ def _merged_before(selection: Selection, settings: MergeSettings, options: Merge
     if not settings.quantise or options.overwrite or options.base is not None or settings.recipe is None:
         return None
     try:
-        record: Any = json.loads(read_regular(settings.output / place.RECORD_NAME))
+        record = merge_record(settings.output)
         steps, dtype, tensors = record["steps"], record["dtype_option"], list(record["tensors"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None
     if steps != [weights.step for weights in selection.weights] or dtype != settings.dtype or not tensors:
         return None

@@ -11,30 +11,28 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import occupants, staged_directory, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
-from fsdp_tune.core.files import read_regular
-from fsdp_tune.core.units import json_object
+from fsdp_tune.core.processes import JsonChild
 from fsdp_tune.core.version import __version__
+from fsdp_tune.merge.load_check import CHILD_ENVIRONMENT
 from fsdp_tune.merge.merge_options import QuantisedAnswer
 from fsdp_tune.merge.output_directory import CARD_NAME, QUANTISED_ROW, RECORD_NAME, writing_to
 from fsdp_tune.merge.publish import without_results
+from fsdp_tune.merge.source import INDEX_NAME
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import digest_file, list_files
-from fsdp_tune.run.written_files import seal_record
+from fsdp_tune.run.written_files import merge_record, seal_record
 
 CONVERT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.quantised_files")
 RECORD_KIND = "fsdp-tune quantised model"
-_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 _ALLOWED = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 """Distance of the logits, by compute dtype. Measured: 0."""
 
@@ -59,17 +57,9 @@ def quantised_directory(merged: Path) -> Path:
     return merged.with_name(f"{merged.name}{_ENDING}")
 
 
-def _record(folder: Path) -> dict[str, Any]:
-    """Return the merge.json of a directory; empty if it has none that can be read."""
-    try:
-        return json_object(json.loads(read_regular(folder / RECORD_NAME)))
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
 def is_quantised_model(folder: Path) -> bool:
     """Return whether a directory is the complete output of `quantise_merged`."""
-    return _record(folder).get("kind") == RECORD_KIND
+    return merge_record(folder).get("kind") == RECORD_KIND
 
 
 def check_quantised(recipe: Recipe | None, dtype: str) -> None:
@@ -107,7 +97,7 @@ def rounding_notices(recipe: Recipe | None, merged: Path, run: RunDir | None) ->
 
 def _outdated(target: Path, merged: Path) -> list[Notice]:
     """Return a notice if the quantised model `target` was not made of the merge that `merged` has now."""
-    source = _record(target).get("merged_record") if is_quantised_model(target) else None
+    source = merge_record(target).get("merged_record") if is_quantised_model(target) else None
     if source is None or not (merged / RECORD_NAME).is_file() or source == digest_file(merged / RECORD_NAME).digest:
         return []
     message = f"it was made of an earlier {merged.name}/, whose weights may be others"
@@ -127,7 +117,7 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
             message = f"the logits of the quantised model differ from those of the trained one by {found['difference']:.1e} of their norm"
             raise failed_error("merge-quantised-differs", message, hint="nothing was published; the merged model is complete")
         for path in sorted(merged.iterdir()):
-            if path.suffix != ".safetensors" and path.name not in (RECORD_NAME, CARD_NAME, "model.safetensors.index.json"):
+            if path.suffix != ".safetensors" and path.name not in (RECORD_NAME, CARD_NAME, INDEX_NAME):
                 copy = shutil.copytree if path.is_dir() else shutil.copy
                 if not (stage / path.name).exists():
                     copy(path, stage / path.name)
@@ -139,7 +129,7 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
 
 def _new_record(stage: Path, merged: Path, found: dict[str, Any]) -> dict[str, Any]:
     """Return the merge.json: steps and reason of the merge, its digest, what the conversion found, and the digest of each file."""
-    of_merge, files = _record(merged), {*list_files(stage), RECORD_NAME, CARD_NAME}
+    of_merge, files = merge_record(merged), {*list_files(stage), RECORD_NAME, CARD_NAME}
     contents = {name: asdict(digest_file(stage / name)) for name in sorted(files - {RECORD_NAME, CARD_NAME})}
     return seal_record(
         {
@@ -160,15 +150,12 @@ def _new_record(stage: Path, merged: Path, found: dict[str, Any]) -> dict[str, A
 
 def _converted(request: dict[str, Any]) -> dict[str, Any]:
     """Return what the child found. Raises: FailedError with its last line."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    child = children.start(CONVERT, {**os.environ, **_ENVIRONMENT}, errors="replace", **pipes)
-    try:
-        output, errors = child.communicate(json.dumps(request))
-    finally:
-        children.end(child)
-    if child.returncode != 0 or not output.strip():
-        raise _failed(children.describe_failure(child.returncode, errors))
-    return json.loads(output.splitlines()[-1])
+    with JsonChild(CONVERT, {**os.environ, **CHILD_ENVIRONMENT}) as child:
+        child.send(json.dumps(request), is_last=True)
+        found = child.receive()
+        if found is None or child.wait() != 0:
+            raise _failed(child.failure())
+    return found
 
 
 def _failed(why: str, hint: str = "the merged model is complete; `merge-checkpoint RUN --quantise` tries again") -> FsdpTuneError:

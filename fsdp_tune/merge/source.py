@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
-from fsdp_tune.core.files import folders_in, read_regular
+from fsdp_tune.core.files import folders_in
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
 from fsdp_tune.core.units import parse_bytes
@@ -33,6 +31,7 @@ from fsdp_tune.run.directory import (
 )
 from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
+from fsdp_tune.run.written_files import merge_record
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -256,9 +255,9 @@ def _of_verl(source: Path) -> Path | None:
 def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
     """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that time."""
     try:
-        record: Any = json.loads(read_regular(output / "merge.json"))
+        record = merge_record(output)
         steps, reason = list(record["steps"]), str(record["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return ()
     complete, _ = complete_checkpoints(run, weights_only=True)
     if not complete or not steps or not reason.startswith(NEWEST) or complete[0].step <= max(steps):

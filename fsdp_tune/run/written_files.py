@@ -21,6 +21,7 @@ import xxhash
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FailedError, Problem, Where
 from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.values import as_mapping
 from fsdp_tune.run.directory import MERGE_RECORD, RunDir
 from fsdp_tune.run.manifest import (
     MANIFEST_NAME,
@@ -56,6 +57,14 @@ def model_files(run: RunDir) -> Path:
     if manifest is not None and (found := damage(folder, manifest, digests=True)):
         raise _changed(folder, {each.name: each.what for each in found}, folder / MANIFEST_NAME)
     return folder
+
+
+def merge_record(folder: Path) -> dict[str, Any]:
+    """Return the merge.json of a directory, whose values are not verified; empty if it has none that can be read."""
+    try:
+        return as_mapping(json.loads(read_regular(folder / MERGE_RECORD)))
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def seal_record(record: Mapping[str, Any]) -> dict[str, Any]:

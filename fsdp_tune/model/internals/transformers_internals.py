@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,19 @@ def forget_kernels(config: Any) -> None:
     """Remove the kernels that a config.json names, so that transformers' defaults apply: it downloads and runs the code of some."""
     for kernel in (ATTENTION, EXPERTS):
         kernel.set(config, None)
+
+
+def eager_config(folder: Path) -> Any:
+    """Return the configuration of a local model with eager attention, which every model supports, and with the default kernel of experts.
+
+    Its config.json may name a kernel that is not installed here, or one that transformers downloads and runs.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    forget_kernels(config)
+    ATTENTION.set(config, "eager")  # by attribute: `_attn_implementation` in a config.json wins over the argument
+    return config
 
 
 def has_experts_kernel(module: nn.Module) -> bool:

@@ -1,12 +1,13 @@
 """Convert a merged model to the quantised one that it was trained as (`quantization.train`). Run as a child process.
 
 `python -m fsdp_tune.model.loading.quantised_files < {"recipe": RECIPE, "merged": DIR, "output": DIR, "max_shard_bytes": N}` writes the
-weights and a config.json in the form that transformers loads with torchao, loads them again, and prints one JSON object as the last line
-of stdout. Weights are rounded from the compute dtype, as in training.
+weights and a config.json in the form that transformers loads with torchao, loads them again, and prints one JSON object. Weights are
+rounded from the compute dtype, as in training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from fsdp_tune.model.internals.transformers_internals import ATTENTION, forget_kernels
+from fsdp_tune.model.internals.transformers_internals import eager_config
 from fsdp_tune.model.kernels.fake_quantised import base_config, plan_quantised, prepare_quantised
 from fsdp_tune.model.loading.kept_precision import keep_precision
 from fsdp_tune.model.shard.local import TORCH_DTYPE
@@ -94,9 +95,7 @@ def patterns_of(left: Sequence[str], quantised: Collection[str]) -> list[str]:
 
 
 def _load(folder: Path, **options: Any) -> Any:
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    forget_kernels(config)
-    ATTENTION.set(config, "eager")
+    config = eager_config(folder)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, trust_remote_code=False, output_loading_info=True, **options)
     model, report = loaded
     if wrong := {name: sorted(map(str, keys)) for name, keys in report.items() if keys}:
@@ -120,10 +119,11 @@ def _complete_config(merged: Path, written: Path) -> None:
 
 
 def main() -> None:
-    request = json.load(sys.stdin)
-    recipe = Recipe.model_validate(request["recipe"])
-    found = convert(recipe, Path(request["merged"]), Path(request["output"]), request["max_shard_bytes"])
-    print(json.dumps(asdict(found)))  # noqa: T201  the one line that the parent reads
+    request, output = json.load(sys.stdin), sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold the answer alone
+        recipe = Recipe.model_validate(request["recipe"])
+        found = convert(recipe, Path(request["merged"]), Path(request["output"]), request["max_shard_bytes"])
+    output.write(json.dumps(asdict(found)) + "\n")
 
 
 if __name__ == "__main__":
