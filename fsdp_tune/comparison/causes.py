@@ -13,7 +13,7 @@ import yaml
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.secrets import mask_text, masked
-from fsdp_tune.core.units import json_list, json_object
+from fsdp_tune.core.values import json_list, json_object
 from fsdp_tune.recipe.schema.keys import dotted, effect_of
 from fsdp_tune.recipe.schema.kinds import Affects
 from fsdp_tune.recipe.schema.reference import describe_key, described_names, passed_defaults

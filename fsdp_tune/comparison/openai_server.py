@@ -20,7 +20,7 @@ from typing import Literal
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.secrets import mask_text
-from fsdp_tune.core.units import json_list, json_object
+from fsdp_tune.core.values import json_list, json_object
 
 Document = dict[str, object]
 """A JSON object that is sent or answered."""

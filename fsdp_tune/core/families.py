@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fsdp_tune.core.units import json_object
+from fsdp_tune.core.values import json_object
 
 
 @dataclass(frozen=True, slots=True)

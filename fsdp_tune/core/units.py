@@ -13,7 +13,6 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from typing import cast
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
@@ -164,16 +163,6 @@ def _float(text: str) -> float:
     if value == 0.0 and re.search(r"[1-9]", re.split(r"[eE]", text)[0]):
         raise ScalarError(f"`{text[:40]}` is too small for a number: it would become 0")
     return value
-
-
-def json_object(value: object) -> dict[str, object]:
-    """Return a JSON object from another program as it is; {} for any other value."""
-    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
-
-
-def json_list(value: object) -> list[object]:
-    """Return a JSON list from another program as it is; [] for any other value."""
-    return cast("list[object]", value) if isinstance(value, list) else []
 
 
 def printable(text: str) -> str:

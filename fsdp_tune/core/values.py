@@ -26,3 +26,13 @@ def as_items(value: object) -> list[Any]:
 def as_mapping(value: object) -> dict[str, Any]:
     """Return a mapping as it is, and an empty one for any other value."""
     return value if is_mapping(value) else {}
+
+
+def json_object(value: object) -> dict[str, object]:
+    """`as_mapping` of JSON from another program, whose values have to be narrowed too."""
+    return as_mapping(value)
+
+
+def json_list(value: object) -> list[object]:
+    """`as_list` of JSON from another program, whose items have to be narrowed too."""
+    return as_list(value)

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Shape
-from fsdp_tune.core.units import json_list, json_object
+from fsdp_tune.core.values import json_list, json_object
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Rule = Literal["scaled", "packed", "fp4", "nvfp4", "mxfp4"]

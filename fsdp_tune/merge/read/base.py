@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
 from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, settings_of_files
-from fsdp_tune.core.units import json_object
+from fsdp_tune.core.values import json_object
 from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
 from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceFiles, SourceTensor
