@@ -85,7 +85,7 @@ class JsonAnswer:
     The fields are those of the JSON; `for_` is written as `for`.
     """
 
-    __pydantic_config__: ClassVar[dict[str, bool]] = {"use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, bool]] = {}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self, dict_factory=_named)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -146,6 +147,8 @@ class Evaluating:
         self._outcomes: dict[str, Outcome] = {}
         """Of this command, by the identity of the checkpoint: written again if rank 0 removes the line while it cuts the file back."""
         self._has_warned = False
+        self._failure: str | None = None
+        """Of the thread, which has ended with it."""
         self._is_stopping, self._is_last, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="evaluations", daemon=True)
 
@@ -184,6 +187,9 @@ class Evaluating:
                     bar.advance(len(waiting) - len(now))
                     waiting = now
         self._thread.join()
+        if self._failure is not None:
+            message = f"the evaluations have stopped: {self._failure}; see {self._run.logs / LOG}"
+            self._notice("evaluations-stopped", message, "start the run again: it evaluates what has no scores")
         self._rotate()
         self._send_to_trackers()
         for identity, outcome in self._outcomes.items():
@@ -240,6 +246,15 @@ class Evaluating:
         return []
 
     def _follow(self) -> None:
+        """The thread: it hurts neither the ranks nor the end of the command, and does not end without a word."""
+        try:
+            self._evaluate_all()
+        except Exception as error:  # noqa: BLE001  said at the end, by `finish`
+            self._failure = f"{type(error).__name__}: {error}"
+            with suppress(OSError), DISK.open_private(self._run.logs / LOG, "ab") as log:
+                log.write(traceback.format_exc().encode())
+
+    def _evaluate_all(self) -> None:
         while not self._is_stopping.is_set():
             is_last = self._is_last.is_set()  # before looking: what was complete then is evaluated
             waiting = self._waiting()

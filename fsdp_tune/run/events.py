@@ -37,7 +37,7 @@ def describe(name: str, step: int | None, details: Mapping[str, JsonValue]) -> l
 class MetricsEvent(JsonAnswer):
     """Base of the events. A field that may be None is None where the line of an earlier version does not have it."""
 
-    __pydantic_config__: ClassVar[dict[str, bool]] = {"use_attribute_docstrings": True, "allow_inf_nan": False}
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"allow_inf_nan": False}
     name: ClassVar[str]
     level: ClassVar[EventLevel]
     is_shown: ClassVar[bool]

@@ -86,6 +86,25 @@ def test_each_checkpoint_is_scored_once_and_old_ones_are_removed_at_the_end(run:
     assert len(events(run)) == 3
 
 
+def test_error_in_the_thread_is_said_at_the_end_and_the_next_command_evaluates(
+    run: RunDir, scored_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored_by(PRINTS.format(line=SCORES))
+    save(run, 10)
+    observer = Notices()
+    with monkeypatch.context() as patched:
+        patched.setattr(jobs, "_outcome", lambda *_: 1 / 0)
+        evaluations = Evaluating(run, recipe(run), observer)
+        with evaluations.following():
+            evaluations.finish()
+    assert observer.codes == ["evaluations-stopped"]
+    assert "ZeroDivisionError" in (run.logs / jobs.LOG).read_text()
+    again = Evaluating(run, recipe(run), Observer())
+    with again.following():
+        again.finish()
+    assert events(run) == [("checkpoint_evaluated", 10)]
+
+
 def test_line_that_rank_0_cut_off_is_written_again(run: RunDir, scored_by: Callable[[str], None]) -> None:
     scored_by(PRINTS.format(line=SCORES))
     save(run, 10)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import (
@@ -207,3 +208,10 @@ def test_profile_of_other_phases_is_shown(seconds: dict[str, Any]) -> None:
     event = read_event(line_of("profiled", trace="t.json", steps=2, seconds=seconds))
     assert isinstance(event, Profiled)
     assert len(event.shown()) == len(seconds) + 3
+
+
+def test_reading_a_line_parses_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are read in several threads, where CPython 3.11 fails to parse: `AST constructor recursion depth mismatch`."""
+    monkeypatch.setattr("ast.parse", lambda *_, **__: pytest.fail("parses"))
+    for kind in EVENTS.values():
+        TypeAdapter(kind)
