@@ -39,19 +39,18 @@ def _described(quantiser: Any) -> str:
 def quantised_differences(recipe: Recipe, loaded: Loaded, found: QuantisedTrainingState) -> list[str]:
     """Return one sentence for each difference to the recipe, before the first step."""
     section = recipe.quantised_training
+    if section is None:
+        live = [name for name, module in loaded.model.named_modules() if is_quantised(module)]
+        return [f"quantization.train: {name} computes with emulated quantisation, which the recipe does not mean" for name in live]
     inside = {id(module) for _, layer in loaded.layers for module in layer.modules()}
-    left = [
-        pattern
-        for each in (section.modules_to_not_convert if section else [])
-        for pattern in (each, f"*.{each}", f"{each}.*", f"*.{each}.*")
-    ]
+    left = [pattern for each in section.modules_to_not_convert for pattern in (each, f"*.{each}", f"{each}.*", f"*.{each}.*")]
     kept = kept_in_fp32(loaded.model) | {f"{name}.weight" for name in weights_read_by_others(loaded.model)}
     uses = Counter(id(parameter) for _, parameter in loaded.model.named_parameters(remove_duplicate=False))
     wanted, differences = 0, list[str]()
     for name, module in loaded.model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        is_meant = section is not None and id(module) in inside and not any(fnmatch.fnmatchcase(name, pattern) for pattern in left)
+        is_meant = id(module) in inside and not any(fnmatch.fnmatchcase(name, pattern) for pattern in left)
         if is_quantised(module) and not is_meant:
             differences.append(f"quantization.train: {name} computes with emulated quantisation, which the recipe does not mean")
         may_be_left = is_router(loaded.model.config, module.out_features) or module.out_features == 1
@@ -59,7 +58,7 @@ def quantised_differences(recipe: Recipe, loaded: Loaded, found: QuantisedTraini
         if is_meant and not may_be_left and bare_class(module) is nn.Linear:
             differences.append(f"quantization.train: {name} computes with its own weights")
         wanted += is_quantised(module)
-    if section is None or differences:
+    if differences:
         return differences
     expected = (
         {f"int4 by {section.group_size}": wanted},
