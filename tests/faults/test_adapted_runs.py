@@ -56,9 +56,10 @@ def test_rank_killed_while_it_saves_an_adapter_leaves_the_previous_checkpoint_an
     training.is_whole(run)
 
 
+@pytest.mark.slow  # of whole models: test_save.py
 @pytest.mark.ranks
 @on_devices
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_full_disk_at_the_save_of_an_adapter_leaves_the_previous_checkpoint_and_the_next_save_succeeds(rank: int, device: str) -> None:
     training = adapted(device)
     run = training.new()

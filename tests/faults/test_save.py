@@ -179,7 +179,7 @@ def test_short_and_interrupted_writes_are_completed(tmp_path: Path, on_ranks: Ra
     assert on_ranks.run(RANKS, ranks.come_back, [path]) == [[(ranks.SECOND, True)]] * RANKS
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_limit_on_file_sizes_fails_the_save_and_keeps_the_older_checkpoint(
     rank: int, tmp_path: Path, on_ranks: Ranks, count: Count
 ) -> None:

@@ -81,7 +81,8 @@ def with_first_shortened(cases: list[Case]) -> list[object]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", with_first_shortened(CASES))
+@pytest.mark.slow  # over 4 bits: below
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property) -> None:
     run = assert_follows_one_device(case, bench, record_property, "LoRA in fp32 against PEFT on one device")
     # Nothing of the base is in a checkpoint.
@@ -90,7 +91,7 @@ def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property
 
 
 @pytest.mark.ranks
-@pytest.mark.slow  # half precision: test_matrix.py; adapters: above
+@pytest.mark.slow  # half precision: test_matrix.py; adapters: below
 @pytest.mark.parametrize("case", IN_BF16, ids=str)
 def test_adapters_in_bf16_are_as_close_to_fp32_as_one_device(case: Case, bench: Bench, record_property) -> None:
     assert_as_near_as_bf16(case, bench, record_property, "LoRA in bf16 against PEFT on one device in fp32")

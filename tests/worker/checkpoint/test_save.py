@@ -253,7 +253,7 @@ def saves(run: RunDir) -> dict[int, str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("operation", "rank"),
-    [("open", 0), ("write", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("open", 1), ("write", 0)))],
+    [("write", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("open", 0), ("open", 1), ("write", 0)))],
 )
 def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds(operation: str, rank: int, bench: Bench) -> None:
     worker = functools.partial(run_with_broken_disk, rank=rank, operation=operation, first=2, last=2)
