@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from fsdp_tune.core.devices import available_cores
 from tests import ranks, session, warm
@@ -29,6 +30,8 @@ session.begin()  # before pytest starts further processes, which belong to it
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", print_blob=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # a change is judged by its own faults, not by the day's luck
+# Nor by constants of the modules that a process happens to have imported, for which each process parses all of the package.
+providers.is_local_module_file = lambda _path: False
 
 for _number in (signal.SIGINT, signal.SIGHUP):  # `nohup pytest`, `pytest &` in a script: what is ignored here stays so in the commands
     if signal.getsignal(_number) is signal.SIG_IGN:
