@@ -35,7 +35,7 @@ def list_recipes(screen: Screen) -> None:
         fsdp-tune recipes list
     """
     from fsdp_tune.jobs.answers import RecipeLine, RecipesAnswer
-    from fsdp_tune.recipe.read.loader import catalogue, headline
+    from fsdp_tune.recipe.read.catalogue import catalogue, headline
 
     lines = [RecipeLine(name, headline(path), str(path)) for name, path in catalogue().items()]
     screen.document(RecipesAnswer(lines))
@@ -130,7 +130,7 @@ def write_new_recipe(
 
 def _read(name: str) -> tuple[Path, str]:
     from fsdp_tune.core.errors import usage_error
-    from fsdp_tune.recipe.read.loader import catalogue, find_recipe
+    from fsdp_tune.recipe.read.catalogue import catalogue, find_recipe
 
     path = catalogue().get(name)
     if path is None:

@@ -48,7 +48,7 @@ MOST_ENTRIES = 2000
 
 def complete_recipes(incomplete: str) -> list[str]:
     """Names of the catalogue, and YAML files."""
-    from fsdp_tune.recipe.read.loader import catalogue
+    from fsdp_tune.recipe.read.catalogue import catalogue
 
     return [*(name for name in catalogue() if name.startswith(incomplete)), *_matching_paths(incomplete, _is_yaml)]
 

@@ -113,7 +113,7 @@ class HealthCheck(JsonAnswer):
     """What to do; null for `ok`."""
 
 
-def differences(values: Sequence[Mapping[str, str | None]], labels: Sequence[str] | None = None) -> list[str]:
+def differences_of_ranks(values: Sequence[Mapping[str, str | None]], labels: Sequence[str] | None = None) -> list[str]:
     """Describe each value that differs from that of rank 0. `labels` name the owners, by default `rank N`."""
     labels = labels or [f"rank {rank}" for rank in range(len(values))]
     first = values[0]
@@ -148,7 +148,7 @@ def _check(name: str, found: Sequence[str], good: str, fix: str, state: State = 
 
 
 def _versions(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001  all judges have one signature
-    found = differences([each.versions for each in facts], [each.label for each in facts])
+    found = differences_of_ranks([each.versions for each in facts], [each.label for each in facts])
     known = facts[0].versions
     good = f"torch {known.get('torch')}, transformers {known.get('transformers')} on every rank"
     return _check("versions", found, good, "install the same packages on every machine")

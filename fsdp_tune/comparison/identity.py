@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.comparison.causes import Path as KeyPath
 from fsdp_tune.comparison.causes import value_at
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.schema.recipe import DataSource
 from fsdp_tune.run.base_model import identify_weights
 

@@ -165,7 +165,7 @@ class Side:
         order: dict[str, list[str]] = {}
         items: dict[str, int] = {}
         for step in range(1, ORDERED_STEPS + 1):
-            order[f"step {step}"] = [keys[store.pieces(index)[0][0]] for index in of_rows.batch_after(step - 1).tolist()]
+            order[f"step {step}"] = [keys[store.pieces(index)[0].example] for index in of_rows.batch_after(step - 1).tolist()]
             found = [store[index] for index in walked.batch_after(step - 1).tolist()]
             items[f"step {step}"] = sum(int(supervised_tokens(torch.from_numpy(row.labels))) for row in found)
             self.steps_of_rows.append(found[:MODEL_ROWS])
@@ -200,7 +200,7 @@ class Side:
             return
         self.complete.append("order")
         for step in range(ORDERED_STEPS + 1, steps + 1):
-            found = [keys[store.pieces(index)[0][0]] for index in rows.batch_after(step - 1).tolist()]
+            found = [keys[store.pieces(index)[0].example] for index in rows.batch_after(step - 1).tolist()]
             self.stages["order"].values[f"step {step}"] = found
 
     def _total_steps(self) -> tuple[int, bool]:
@@ -258,7 +258,7 @@ class Side:
         counts: dict[tuple[str, int], int] = {}
         keys: list[str] = []
         for index in range(store.example_count):
-            origin = store.example(index)[2]
+            origin = store.example(index).origin
             counts[origin] = counts.get(origin, 0) + 1
             keys.append(f"{store.files.index(origin[0])}:{origin[1]}:{counts[origin]}")
         return keys

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from fsdp_tune.core import families
 from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.recipe.read.loader import architecture
+from fsdp_tune.recipe.read.catalogue import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.rehearsal.scale_down import map_layer_patterns
 from fsdp_tune.run.directory import run_of

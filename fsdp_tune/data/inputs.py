@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Where, usage_error
 from fsdp_tune.data.bad_rows import bad_row_examples
@@ -93,8 +93,16 @@ def opened_inputs(recipe: Recipe, encoder: Encoder, *, train_only: bool = False)
     return inputs, errors
 
 
-def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
-    entries = [(TRAIN, f"data.train[{index}]", entry) for index, entry in enumerate(recipe.data.train)]
+class _Entry(NamedTuple):
+    """A source of the recipe, the set that it belongs to, and its key in the recipe."""
+
+    set_name: str
+    key: str
+    source: DataSource
+
+
+def _entries(recipe: Recipe) -> list[_Entry]:
+    entries = [_Entry(TRAIN, f"data.train[{index}]", entry) for index, entry in enumerate(recipe.data.train)]
     if not isinstance(recipe.data.eval, list):
         return entries
     labels: set[str] = set()
@@ -102,7 +110,7 @@ def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
         if label in labels or label == TRAIN:
             raise usage_error("label-twice", f"two sets are labelled `{label}`", where=Where(key=f"data.eval[{index}].label"))
         labels.add(label)
-        entries.append((label, f"data.eval[{index}]", entry))
+        entries.append(_Entry(label, f"data.eval[{index}]", entry))
     return entries
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -205,9 +205,18 @@ def _streamed_files(recipe: Recipe, unit_rows: Mapping[str, int]) -> StreamedFil
     return StreamedFiles([unit.name for unit in units], unit_rows, last_row)
 
 
-def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> tuple[dict[str, str], dict[str, int], list[int | None]]:
-    """Return the stamp of each file of a stream, the rows of each unit, from the cache if the files have not changed, and those of each
-    source; None if they were not counted."""
+class _CountedStream(NamedTuple):
+    """The files of a stream and their rows."""
+
+    file_stamps: dict[str, str]
+    unit_rows: dict[str, int]
+    """Of the units that were counted, by name."""
+    source_rows: list[int | None]
+    """Of each source; None if one of its units was not counted."""
+
+
+def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> _CountedStream:
+    """Return the rows of a stream, from the cache if its files have not changed, else counted."""
     assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
     of_sources = [stream_units(opened.source, recipe.data.stream_lanes) for opened in inputs if opened.set_name == TRAIN]
     units = [unit for of_source in of_sources for unit in of_source]
@@ -222,7 +231,7 @@ def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> 
             DISK.mkdir(record.parent)
             write_json(record, found)
     rows = [sum(found[unit.name] for unit in units) if all(unit.name in found for unit in units) else None for units in of_sources]
-    return stamps, found, rows
+    return _CountedStream(stamps, found, rows)
 
 
 def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: DataReport) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.comparison.causes import DifferentKey, yaml_value
@@ -227,10 +227,20 @@ def _prompts_of_run(name: str) -> list[AskedPrompt]:
     return found
 
 
+class _Exchanged(NamedTuple):
+    """The answers of model and server to each prompt."""
+
+    exchanges: list[Exchange]
+    special: ReferenceTokens
+    """Special tokens of the model."""
+    refused: list[str]
+    """What the server's own endpoints contradict."""
+
+
 def _exchanges(
     model: AnsweringModel, server: OpenAIServer, prompts: Sequence[AskedPrompt], max_tokens: int, observer: Observer
-) -> tuple[list[Exchange], ReferenceTokens, list[str]]:
-    """Return what model and server make of each prompt, the special tokens of the model, and what the server refuses."""
+) -> _Exchanged:
+    """Ask model and server for each prompt, and score their answers with the model."""
     observer.phase("computing the answers of A")
     special, references = model.refer(prompts, max_tokens)
     exchanges: list[Exchange] = []
@@ -253,7 +263,7 @@ def _exchanges(
             bar.advance()
     observer.phase("computing the log-probabilities of A")
     _score(model, exchanges, special)
-    return exchanges, special, refused
+    return _Exchanged(exchanges, special, refused)
 
 
 def _asked(server: OpenAIServer, reference: ReferenceAnswer, max_tokens: int) -> tuple[ServedPrompt, ServedAnswer]:

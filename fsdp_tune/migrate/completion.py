@@ -15,7 +15,8 @@ from fsdp_tune.migrate.rules import TRAIN, Rules, is_on
 from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, soup, torchtune, unsloth
 from fsdp_tune.migrate.tools.flat_options import is_mixed, pack_texts
 from fsdp_tune.migrate.tools.long_rows import settle_long_rows
-from fsdp_tune.recipe.outcome import Fate, Path, Weight
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.outcome import Fate, Weight
 from fsdp_tune.recipe.read.tool_detection import (
     ACCELERATE,
     AUTOMODEL,
@@ -30,13 +31,13 @@ from fsdp_tune.recipe.read.tool_detection import (
     TRL,
     UNSLOTH,
 )
-from fsdp_tune.recipe.schema.keys import default_at, dotted, has_default
+from fsdp_tune.recipe.schema.keys import default_at, has_default
 
-MICRO: Path = ("training", "per_device_train_batch_size")
-ACCUMULATION: Path = ("training", "gradient_accumulation_steps")
-GLOBAL: Path = ("training", "global_batch_size")
-RANKS: Path = ("launch", "num_processes")
-MACHINES: Path = ("launch", "num_machines")
+MICRO: KeyPath = ("training", "per_device_train_batch_size")
+ACCUMULATION: KeyPath = ("training", "gradient_accumulation_steps")
+GLOBAL: KeyPath = ("training", "global_batch_size")
+RANKS: KeyPath = ("launch", "num_processes")
+MACHINES: KeyPath = ("launch", "num_machines")
 GPUS_OF_A_MACHINE = 8
 """Few machines have more."""
 MODEL_PLACEHOLDER, DATA_PLACEHOLDER = "MODEL", "NAME"

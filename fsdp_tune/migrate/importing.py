@@ -29,8 +29,10 @@ from fsdp_tune.migrate.read.foreign_file import END, MANIFEST, SBATCH, ForeignFi
 from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
 from fsdp_tune.migrate.settling import ask_each, settle_all
 from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, jobs, llama_factory, soup, torchtune, unsloth
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
-from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
+from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, parse_recipe
+from fsdp_tune.recipe.read.overrides import Override, read_overrides
 from fsdp_tune.recipe.read.tool_detection import (
     ACCELERATE,
     AUTOMODEL,
@@ -46,7 +48,6 @@ from fsdp_tune.recipe.read.tool_detection import (
     UNSLOTH,
 )
 from fsdp_tune.recipe.rules.rates import UNREAD
-from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _WIDTH = 100
@@ -126,7 +127,7 @@ class _Comments:
         self._explained: set[int] = set()
         """Rows whose reason stands beside another value already."""
 
-    def entry(self, target: Path, node: object, indent: int) -> Iterator[str]:
+    def entry(self, target: KeyPath, node: object, indent: int) -> Iterator[str]:
         space, key = "  " * indent, _key(str(target[-1]))
         if isinstance(node, Setting):
             above, beside = self._of(node)
@@ -139,7 +140,7 @@ class _Comments:
         for index, item in enumerate(as_list(node)):
             yield from self._item((*target, index), item, indent)
 
-    def _item(self, target: Path, item: Mapping[str, object], indent: int) -> Iterator[str]:
+    def _item(self, target: KeyPath, item: Mapping[str, object], indent: int) -> Iterator[str]:
         """An entry of a list: its first key has the dash."""
         lines = [line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)]
         space = "  " * (indent + 1)
@@ -334,7 +335,7 @@ def _refuse_other_training(found: ForeignFile) -> None:
 
 def _include(ledger: Ledger, found: ForeignFile) -> None:
     """Put the keys of the files that are named, and that are here, into the account."""
-    named: list[Path] = [(LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
+    named: list[KeyPath] = [(LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
     named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (accelerate_config.FMS_DATA_CONFIG,)]
     for key in named:
         named_file = named_values(found, ledger.value(*key))
@@ -415,7 +416,7 @@ _NESTED: Rules = {"deepspeed": _deepspeed}
 # ---- The text
 
 
-def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[Path, Override]) -> tuple[str, Recipe]:
+def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[KeyPath, Override]) -> tuple[str, Recipe]:
     """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message.
 
     Raises: FsdpTuneError for a refused value of `--set`.
@@ -439,7 +440,7 @@ def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read
     raise AssertionError("a recipe without settings loads")
 
 
-def _at_override(overrides: Mapping[Path, Override], problem: Problem) -> Problem | None:
+def _at_override(overrides: Mapping[KeyPath, Override], problem: Problem) -> Problem | None:
     """Return a problem that is about an override, at its place; None for another one."""
     if str(problem.where.source).startswith("--set"):
         return problem
@@ -448,7 +449,7 @@ def _at_override(overrides: Mapping[Path, Override], problem: Problem) -> Proble
     return None if about is None or not key else replace(problem, where=Where(about.source, key=key))
 
 
-def _setting_of(ledger: Ledger, problem: Problem) -> Path | None:
+def _setting_of(ledger: Ledger, problem: Problem) -> KeyPath | None:
     """Take back the setting that a problem is about, and return it; None if the recipe has none there any more.
 
     A setting that nothing would read is left out; other ones become questions.

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.families import CACHE_ARGUMENTS, EXAMPLE_LENGTHS
 from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
-from fsdp_tune.model.known_rows import Documents, known_documents
+from fsdp_tune.model.known_rows import Documents, Span, known_documents
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import bare_class
@@ -192,17 +192,17 @@ def _at_once(forward: Callable[..., Any], documents: Documents, args: tuple[Any,
 def _in_groups(multiple_of: int, forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read."""
     spans, given = documents.spans, (args, _without_lengths(kwargs))
-    groups = groups_of_lengths([length for _, _, length in spans])
+    groups = groups_of_lengths([span.tokens for span in spans])
     shape = documents.position_ids.shape
     outputs = [_called(forward, given, [spans[index] for index in group], shape, multiple_of) for group in groups]
     return _joined([found for found, _ in outputs], outputs[0][1], groups, documents)
 
 
 def _called(
-    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[tuple[int, int, int]], shape: torch.Size, multiple_of: int
+    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[Span], shape: torch.Size, multiple_of: int
 ) -> tuple[Any, int]:
     """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
-    longest = -(-max(length for _, _, length in spans) // multiple_of) * multiple_of
+    longest = -(-max(span.tokens for span in spans) // multiple_of) * multiple_of
     while True:
         args, kwargs = _mapped(functools.partial(_cut, spans, longest, shape), given)
         found = forward(*args, **kwargs)
@@ -215,7 +215,7 @@ def _without_lengths(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in EXAMPLE_LENGTHS}
 
 
-def _cut(spans: Sequence[tuple[int, int, int]], longest: int, shape: torch.Size, value: Any) -> Any:
+def _cut(spans: Sequence[Span], longest: int, shape: torch.Size, value: Any) -> Any:
     """Return [documents, longest, ...] of a tensor [rows or 1, tokens, ...]; anything else is the same for all documents.
 
     The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is left out.
@@ -227,7 +227,7 @@ def _cut(spans: Sequence[tuple[int, int, int]], longest: int, shape: torch.Size,
         return None
     if value.ndim < 2 or value.shape[1] != tokens or value.shape[0] not in (1, rows):
         return value
-    documents = [value[row % value.shape[0], start : start + length] for row, start, length in spans]
+    documents = [value[span.row % value.shape[0], span.start : span.start + span.tokens] for span in spans]
     return torch.stack([_padded(document, longest) for document in documents])
 
 

@@ -33,7 +33,7 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.pages.charts import Chart, charts_of, points_each
 from fsdp_tune.pages.html_pages import ASSETS, asset
 from fsdp_tune.pages.ranking import ranking_of
-from fsdp_tune.pages.run_record import RunRecord, differences
+from fsdp_tune.pages.run_record import RunRecord, differing_values
 from fsdp_tune.pages.step_shares import step_parts
 from fsdp_tune.pages.tables import (
     Table,
@@ -70,8 +70,8 @@ class Differences:
 def differences_of(runs: Sequence[RunRecord]) -> Differences:
     """Return the differences of recipes and environments; names and directories of the runs, which always differ, are not compared."""
     return Differences(
-        differences([run.recipe for run in runs], ignored=UNCOMPARED_KEYS),
-        differences([run.environment for run in runs], ignored=UNCOMPARED_FACTS),
+        differing_values([run.recipe for run in runs], ignored=UNCOMPARED_KEYS),
+        differing_values([run.environment for run in runs], ignored=UNCOMPARED_FACTS),
     )
 
 

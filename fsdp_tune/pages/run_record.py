@@ -197,7 +197,7 @@ def _has_letter(name: str) -> bool:
     return any(character.isalpha() for character in name)
 
 
-def differences(maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str] = ()) -> dict[str, list[str | None]]:
+def differing_values(maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str] = ()) -> dict[str, list[str | None]]:
     """Return the keys whose values are not the same in all mappings, with the value of each; None where there is none."""
     keys = dict.fromkeys(key for each in maps for key in each if key not in ignored)
     values = {key: [each.get(key) for each in maps] for key in keys}

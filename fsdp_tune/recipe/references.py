@@ -209,20 +209,27 @@ _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.m
 
 def missing_start_inputs(recipe: Recipe) -> dict[str, str]:
     """Return the keys of a resolved recipe whose files are not on this machine, with their values, if a resume needs only the run's."""
-    return {key: name for key, name, revision in _start_inputs(recipe) if not _is_here(name, revision)}
+    return {each.key: each.name for each in _start_inputs(recipe) if not _is_here(each.name, each.revision)}
 
 
-def _start_inputs(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Yield key, value and revision on the hub."""
+class _StartInput(NamedTuple):
+    """A key that names files, its value, and their revision on the hub."""
+
+    key: str
+    name: str
+    revision: str
+
+
+def _start_inputs(recipe: Recipe) -> Iterator[_StartInput]:
     model, template = recipe.model, recipe.data.chat_template
     if isinstance(model.from_config, str):
-        yield "model.from_config", model.from_config, model.revision
+        yield _StartInput("model.from_config", model.from_config, model.revision)
     elif model.from_config is None and model.name_or_path is not None and recipe.lora is None:
-        yield "model.name_or_path", model.name_or_path, model.revision
+        yield _StartInput("model.name_or_path", model.name_or_path, model.revision)
     if model.tokenizer is not None:
-        yield "model.tokenizer", model.tokenizer, model.tokenizer_revision or "main"
+        yield _StartInput("model.tokenizer", model.tokenizer, model.tokenizer_revision or "main")
     if template is not None and "/" in template and not is_jinja(template):  # all others are bundled
-        yield "data.chat_template", template, "main"
+        yield _StartInput("data.chat_template", template, "main")
 
 
 def _is_here(name: str, revision: str) -> bool:

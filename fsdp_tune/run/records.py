@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -130,6 +130,15 @@ class Environment(Document):
     """`run.base_model.identify_weights` of the model that the run starts from; None with random weights."""
 
 
+class PredictedFigure(NamedTuple):
+    """A figure of a plan next to the measured one."""
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction(Document):
     """plan.json: the plan of this recipe for this machine's GPU. Figures that are unknown are None."""
@@ -140,11 +149,15 @@ class Prediction(Document):
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """All other fields of `planner.predict.predict.Plan`."""
 
-    def compared(self, line: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-        """Return (name, unit, predicted, measured) of each figure that the plan and a training line of metrics.jsonl have."""
+    def compared(self, line: Mapping[str, Any]) -> list[PredictedFigure]:
+        """Return each figure that the plan and a training line of metrics.jsonl have."""
         figures = (("peak_allocated_gib", "GiB"), ("peak_reserved_gib", "GiB"), ("step_seconds", "s"))
         found = [(name, unit, getattr(self, name), line.get(name)) for name, unit in figures]
-        return [(name, unit, predicted, measured) for name, unit, predicted, measured in found if predicted is not None and measured]
+        return [
+            PredictedFigure(name, unit, predicted, measured)
+            for name, unit, predicted, measured in found
+            if predicted is not None and measured
+        ]
 
 
 OneOrAll = str | list[str] | None

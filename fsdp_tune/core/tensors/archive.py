@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from fsdp_tune.core.tensors.dtypes import DTYPES, OF_STORAGE, DType, Extent, Shape
 
@@ -291,6 +291,15 @@ class _Slice:
         return data
 
 
+class MemberRange(NamedTuple):
+    """The bytes of one member, from the start of the archive."""
+
+    start: int
+    size_bytes: int
+    crc: int | None
+    """CRC-32; None in an archive without checksums."""
+
+
 @dataclass(frozen=True, slots=True)
 class Archive:
     """The members of one archive; their places count from its start."""
@@ -299,8 +308,8 @@ class Archive:
     members: dict[str, zipfile.ZipInfo]
     has_checksums: bool
 
-    def data_range(self, name: str) -> tuple[int, int, int | None]:
-        """Return (offset, size, CRC-32 or None) of one member's bytes."""
+    def data_range(self, name: str) -> MemberRange:
+        """Return the bytes of one member. Raises: Refused if it is missing or damaged."""
         member = self.members.get(name)
         if member is None:
             raise Refused(f"it has no member `{name}`")
@@ -311,7 +320,7 @@ class Archive:
         at = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if at + member.file_size > self.ends.length_bytes:
             raise Refused(f"`{name}` reaches beyond the archive")
-        return at, member.file_size, member.CRC if self.has_checksums else None
+        return MemberRange(at, member.file_size, member.CRC if self.has_checksums else None)
 
 
 def open_archive(files: ReadableFiles, file: str, start: int, length_bytes: int) -> Archive:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.tensors.archive import AllowedGlobal, Record, Refused, load
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType, Shape
@@ -69,6 +69,14 @@ def _names() -> dict[tuple[str, str], AllowedGlobal]:
 NAMES = _names()
 
 
+class StoredTensor(NamedTuple):
+    """Dtype, shape and chunks of a tensor of a checkpoint, the chunks in the order of `.metadata`."""
+
+    dtype: DType
+    shape: Shape
+    chunks: list[StoredChunk]
+
+
 class DcpMetadata:
     """The contents of one `.metadata`. Raises: Refused if it is damaged or names anything but tensors' metadata."""
 
@@ -85,8 +93,8 @@ class DcpMetadata:
         entry = self.entries[name]
         return not isinstance(entry, Record) or entry.kind.name != "BytesStorageMetadata"
 
-    def tensor(self, name: str) -> tuple[DType, Shape, list[StoredChunk]]:
-        """Return dtype, shape and chunks of one entry, the chunks as they are listed."""
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one entry. Raises: Refused if it is damaged or its bytes have no location."""
         entry, chunks = self.entries[name], list[StoredChunk]()
         for item in _field(entry, "TensorStorageMetadata", "chunks", list):
             offsets, sizes = _shape(item, "ChunkStorageMetadata", "offsets"), _shape(item, "ChunkStorageMetadata", "sizes")
@@ -97,7 +105,7 @@ class DcpMetadata:
         dtype = _field(_field(entry, "TensorStorageMetadata", "properties", Record), "TensorProperties", "dtype", AllowedGlobal).value
         if not isinstance(dtype, DType):
             raise Refused(f"it does not give the element type of `{name}`")
-        return dtype, _shape(entry, "TensorStorageMetadata", "size"), chunks
+        return StoredTensor(dtype, _shape(entry, "TensorStorageMetadata", "size"), chunks)
 
 
 def _ranges(stored: dict[Any, Any]) -> dict[tuple[str, Shape], tuple[str, int, int]]:

@@ -88,7 +88,7 @@ class Start:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def decide(
+def decide_start(
     run: RunDir,
     recipe: Recipe,
     resume: str | None,

@@ -15,13 +15,13 @@ import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.values import is_mapping
-from fsdp_tune.migrate.ledger import Path as KeyPath
 from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
 from fsdp_tune.migrate.read.command_line import command_in, parse_command, starter
 from fsdp_tune.migrate.read.engine_manifest import EngineManifest, manifest_in
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
+from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text

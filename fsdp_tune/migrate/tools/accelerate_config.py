@@ -37,7 +37,8 @@ from fsdp_tune.migrate.rules import (
     same,
     section,
 )
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES
 
 _LAUNCH = "the launcher of this package sets it"
@@ -288,7 +289,7 @@ FMS_METHODS = ("lora", "none", "None", "")
 FMS_UNSUPPORTED = "prompt tuning or activated LoRA"
 """The other values of `peft_method`."""
 FMS_DATA_CONFIG = "data_config_path"
-_EVAL: Path = ("data", "eval", 0)
+_EVAL: KeyPath = ("data", "eval", 0)
 _SPLIT = "rows of text are not divided by a mark: write them as prompt and completion"
 
 

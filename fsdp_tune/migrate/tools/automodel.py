@@ -30,7 +30,8 @@ from fsdp_tune.migrate.rules import (
     switch,
     variable,
 )
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
 
 TARGET = "_target_"
 RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction",)
@@ -192,7 +193,7 @@ _PARALLEL: Rules = {
 # ---- Data
 
 
-def _rows(place: Path) -> Rule:
+def _rows(place: KeyPath) -> Rule:
     """Return a rule for a set of rows. Its class decides: chats, columns, or prompts that code makes."""
     entry = source(place, _SET)
     asked = Ask("write the rows as `data: {train: [{path: NAME}]}`", place[:2])

@@ -31,12 +31,13 @@ from fsdp_tune.migrate.rules import (
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
 from fsdp_tune.migrate.tools.emulated_quantisation import AXOLOTL_QAT
 from fsdp_tune.migrate.tools.experts import experts_kernel
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write, in_words
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 
-def _datasets(place: Path) -> Rule:
+def _datasets(place: KeyPath) -> Rule:
     def rule(key: FileKey) -> Outcome:
         if isinstance(key.value, list) and not any(isinstance(item, dict) for item in key.items):
             return Write({(*place, index, "path"): str(name) for index, name in enumerate(key.items)})
@@ -112,7 +113,7 @@ _KNOWN_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 def _roles(key: FileKey) -> Outcome:
     """{known role: [names in the rows]} is the other way round here."""
     pairs = [(role, name) for role, names in key.mapping.items() for name in as_items(names)]
-    written: dict[Path, object] = {
+    written: dict[KeyPath, object] = {
         ("data", "roles", str(name)): role for role, name in pairs if role not in (name, _KNOWN_ROLES.get(str(name)))
     }
     return Write(written) if written else Drop("these names are known here too")
@@ -232,7 +233,7 @@ def _kind(entry: dict[str, Any]) -> str:
     return str(entry.get("type", "")).partition(".")[0]
 
 
-def _entries(ledger: LedgerView) -> dict[Path, dict[str, Any]]:
+def _entries(ledger: LedgerView) -> dict[KeyPath, dict[str, Any]]:
     """Return the data sets by the places of their sources."""
     return {
         (*place, index): entry
@@ -341,7 +342,7 @@ def _merged(key: FileKey) -> Outcome:
     return Drop("rows are shuffled in each epoch, there as here")
 
 
-_OVERLONG: Path = ("data", "overlong")
+_OVERLONG: KeyPath = ("data", "overlong")
 _PATTERNS = "write the parameters that are not trained: `model: {freeze: [PATTERN]}`"
 _GROUPS = "parameters with a rate of their own: `training: {parameter_groups: [{match: [PATTERN], learning_rate: …}]}`"
 _BY_THE_MODEL = "classes follow from the files of model and tokenizer"

@@ -35,13 +35,13 @@ from fsdp_tune.migrate.rules import (
 )
 from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.migrate.tools.long_rows import packing_strategy
-from fsdp_tune.recipe.outcome import Ask, Drop, Path, Weight, Write
-from fsdp_tune.recipe.schema.keys import dotted
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MEDIA = "models with images or sound are not trained here"
 """Said of an option."""
-FIRST: Path = (*TRAIN, 0)
+FIRST: KeyPath = (*TRAIN, 0)
 
 
 def method(key: FileKey) -> Outcome:
@@ -52,12 +52,12 @@ def method(key: FileKey) -> Outcome:
 _NAME = re.compile(r"(?P<path>[^:#]+|.*?)(?::(?P<subset>[^:#]+))?(?:#(?P<rows>\d+))?")
 
 
-def _named_datasets(place: Path) -> Rule:
+def _named_datasets(place: KeyPath) -> Rule:
     """`org/name:subset#rows`, or files; several with spaces between them."""
 
     def rule(key: FileKey) -> Outcome:
         names = [str(name) for name in key.items]
-        settings: dict[Path, object] = {}
+        settings: dict[KeyPath, object] = {}
         decisions: list[Step] = []
         for index, name in enumerate(names):
             match = _NAME.fullmatch(name)
@@ -261,7 +261,7 @@ def _mixer(key: FileKey) -> Outcome:
     return Inside({name: _mixed_set((*TRAIN, index)) for index, name in enumerate(key.mapping)}, nulls=True)
 
 
-def _mixed_set(place: Path) -> Rule:
+def _mixed_set(place: KeyPath) -> Rule:
     def rule(key: FileKey) -> Outcome:
         if key.value == 1:
             return Write({(*place, "path"): key.path[-1]})
@@ -277,7 +277,7 @@ def _mixed_set(place: Path) -> Rule:
 _MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")
 
 
-def is_mixed(ledger: LedgerView, path: Path = ("",)) -> bool:
+def is_mixed(ledger: LedgerView, path: KeyPath = ("",)) -> bool:
     """Return whether there is a mixture beside a key: the single data set is ignored then."""
     return any(ledger.value(*path[:-1], name) for name in _MIXTURES)
 
@@ -305,9 +305,9 @@ def _eval_split(key: FileKey) -> Outcome:
         if size and key.value == "test":
             return Drop("the rows that `test_split_size` holds out")
         return Ask("a mixture has the split `test` alone, by `test_split_size`", "data.eval")
-    place: Path = ("data", "eval", 0)
+    place: KeyPath = ("data", "eval", 0)
     config = key.of_file("dataset_config")
-    settings: dict[Path, object] = {(*place, "path"): key.of_file("dataset_name") or "NAME", (*place, "split"): key.value}
+    settings: dict[KeyPath, object] = {(*place, "path"): key.of_file("dataset_name") or "NAME", (*place, "split"): key.value}
     return Write(settings | ({(*place, "name"): config} if config is not None else {}))
 
 

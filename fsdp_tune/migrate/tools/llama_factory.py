@@ -33,7 +33,8 @@ from fsdp_tune.migrate.rules import (
     switch,
 )
 from fsdp_tune.migrate.tools.flat_options import MEDIA, method, unless_pretraining
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write, in_words
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
 from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
@@ -79,7 +80,7 @@ def _names(value: object) -> list[str]:
     return [str(item).strip() for item in items if str(item).strip()]
 
 
-def _listed_datasets(place: Path) -> Rule:
+def _listed_datasets(place: KeyPath) -> Rule:
     """Names in `dataset_info.json`, with commas between them."""
 
     def rule(key: FileKey) -> Outcome:
@@ -101,7 +102,7 @@ def _listed_datasets(place: Path) -> Rule:
     return rule
 
 
-def _text_steps(name: str, entry: dict[str, Any], place: Path) -> list[Step]:
+def _text_steps(name: str, entry: dict[str, Any], place: KeyPath) -> list[Step]:
     """`stage: pt` reads the text of the first message, without a template: of Alpaca's columns that is `prompt`."""
     columns = as_mapping(entry.get("columns"))
     column = str(columns.get("prompt") or "instruction")

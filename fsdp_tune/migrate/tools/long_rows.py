@@ -10,10 +10,11 @@ from typing import Any
 from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import Ledger
 from fsdp_tune.migrate.rules import TRAIN, FileKey, Outcome, is_on
-from fsdp_tune.recipe.outcome import Fate, Path, Write
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Fate, Write
 from fsdp_tune.recipe.read.tool_detection import AUTOMODEL, AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SOUP, SWIFT, TORCHTUNE, TRL, UNSLOTH
 
-_OVERLONG: Path = ("data", "overlong")
+_OVERLONG: KeyPath = ("data", "overlong")
 _DROP, _CUT, _SPLIT = "drop", "truncate", "split"
 _OF_THE_TRAINER = {False: _CUT, "bfd": _CUT, "wrapped": _SPLIT}
 """TRL's SFTTrainer: without packing, and by the strategy of packing."""

@@ -29,7 +29,8 @@ from fsdp_tune.migrate.rules import (
     variable,
 )
 from fsdp_tune.migrate.tools.emulated_quantisation import TORCHTUNE_QAT
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 COMPONENT = "_component_"
@@ -155,7 +156,7 @@ _TOKENIZER: Rules = {
 # ---- Data
 
 
-def _dataset(place: Path) -> Rule:
+def _dataset(place: KeyPath) -> Rule:
     def rule(key: FileKey) -> Outcome:
         if not all(isinstance(each, dict) and each != {} for each in key.items):
             return Ask("a data set is a mapping with its `_component_`", place)
@@ -166,7 +167,7 @@ def _dataset(place: Path) -> Rule:
     return rule
 
 
-def _set(place: Path) -> Rule:
+def _set(place: KeyPath) -> Rule:
     """Return a rule for one data set. Its builder, which decides what other keys mean, comes first."""
 
     def rule(key: FileKey) -> Outcome:
@@ -180,12 +181,12 @@ def _set_builder(key: FileKey) -> Outcome:
     name, place = _last_name(key.value), key.place
     trains_all = name in _TRAINS_ALL and key.beside("train_on_input") is None and place[1] == "train"
     default = Also((*place, "loss_on"), "all", f"default of {name}", Weight.DEFAULT)
-    read: dict[Path, object] = {(*place, "columns"): columns} if (columns := _columns(key)) else {}
+    read: dict[KeyPath, object] = {(*place, "columns"): columns} if (columns := _columns(key)) else {}
     outcome: Outcome = Drop("the columns of the rows decide the format")
     if name in _DATASETS and key.beside("source") is None:
         outcome = Write({(*place, "path"): _DATASETS[name]} | read, _NO_OTHERS if read else "")
     elif name == "instruct_dataset":  # a chat of two messages
-        names: dict[Path, object] = {} if key.beside("column_map") else {(*place, "rename_columns", "input"): "instruction"}
+        names: dict[KeyPath, object] = {} if key.beside("column_map") else {(*place, "rename_columns", "input"): "instruction"}
         outcome = Write({(*place, "format"): "alpaca"} | read | names, _NO_OTHERS)
     elif _BUILDERS.get(name):
         outcome = Write({(*place, "format"): _BUILDERS[name]})

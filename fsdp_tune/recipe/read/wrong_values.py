@@ -8,11 +8,10 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.read.yaml_source import MappingNode, Node, ScalarNode
-from fsdp_tune.recipe.schema.keys import Finding, dotted
+from fsdp_tune.recipe.schema.keys import Finding
 from fsdp_tune.recipe.schema.recipe import Recipe
-
-KeyPath = tuple[str | int, ...]
 
 
 def broken(node: Node, path: KeyPath) -> list[KeyPath]:

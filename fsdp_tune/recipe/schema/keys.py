@@ -19,13 +19,13 @@ from pydantic.fields import FieldInfo
 
 from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.units import enumerated, printable
+from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.schema.kinds import UNDECLARED, Description, Effect, Section
 from fsdp_tune.recipe.schema.near_names import agree
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of, training_value
 from fsdp_tune.recipe.synonyms import synonym_hint
 
-Path = tuple[str | int, ...]
 _SOURCES_TOO = (("data", "eval"), ("evaluation", "sets"))
 """Lists whose entries have the keys of those of `data.train`."""
 _SCALAR_WORDS: dict[object, str] = {
@@ -68,14 +68,6 @@ def meant_key(key: str) -> str:
     depth = len(above)
     near = closest(name, [known.path[-1] for known in all_keys() if known.path[:-1] == tuple(above) and len(known.path) == depth + 1])
     return key if near is None else ".".join((*above, near))
-
-
-def dotted(path: Sequence[str | int]) -> str:
-    """Format a path: ("data", "train", 0, "path") → `data.train[0].path`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
