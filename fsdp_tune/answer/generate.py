@@ -288,7 +288,7 @@ class Reference:
         return ReferenceAnswer(
             ids=prompt.ids,
             text=prompt.text,
-            messages=None if chat is None else [_sent(dict(message)) for message in chat.messages],
+            messages=None if chat is None else [_openai_message(dict(message)) for message in chat.messages],
             tools=None if chat is None else chat.tools,
             variables={} if chat is None else chat.variables,
             answer_text=answerer.text_of(own),
@@ -354,7 +354,7 @@ class Reference:
         return found
 
 
-def _sent(message: dict[str, Any]) -> dict[str, Any]:
+def _openai_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message in the form of OpenAI's API, in which the arguments of a call are text."""
     kept = {name: message[name] for name in SENT_FIELDS if message.get(name) is not None}
     calls: list[Any] = []

@@ -283,6 +283,7 @@ class StepView:
         bar.enter("starting the ranks")
 
     def show(self, line: dict[str, Any]) -> None:
+        """Show a line of metrics.jsonl: an event, a step or an evaluation."""
         self._left.add(line)
         if (event := read_event(line)) is not None:
             self._event(event)
@@ -290,19 +291,16 @@ class StepView:
             self._step(line)
         elif "eval_loss" in line:
             self._evaluated(line)
-            sets = [
-                f"{name.removeprefix('eval_').removesuffix('_loss')} {value:.4f}" for name, value in line.items() if _is_eval_of_a_set(name)
-            ]
-            self._screen.message(
-                f"step {line['step']}: eval loss {_number(line['eval_loss'], '.4f')}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
-            )
 
     def _evaluated(self, line: dict[str, Any]) -> None:
+        """Show an evaluation next to the bar, and print it with the loss of each set if there are several."""
         self._last_evaluation = f"eval loss {_number(line['eval_loss'], '.4f')}"
         if (value := number(line["eval_loss"])) is not None:
             self._evaluations.append(value)
         self._detail = self._beside_the_bar()
         self._bar.at(self._at, self._detail, self._losses)
+        sets = [f"{name.removeprefix('eval_').removesuffix('_loss')} {each:.4f}" for name, each in line.items() if _is_eval_of_a_set(name)]
+        self._screen.message(f"step {line['step']}: {self._last_evaluation}" + (f" ({', '.join(sets)})" if len(sets) > 1 else ""))
 
     def _beside_the_bar(self) -> str:
         """Return the loss, and last, best and trend of the evaluation loss."""

@@ -266,11 +266,12 @@ def _rename(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | No
 
 
 def _locks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
+    """Judge whether a second command can be excluded; locks need not be shared by machines that have their own directories."""
     if any(each.output.error for each in facts):
         return None
-    words = {"missing": "has no locks", "not shared": "does not share locks between machines"}
-    if needs.own_directories > 1:
-        del words["not shared"]
+    words = {"missing": "has no locks"}
+    if needs.own_directories <= 1:
+        words["not shared"] = "does not share locks between machines"
     found = [f"the file system of {each.output.directory} {words[each.output.lock]}" for each in facts if each.output.lock in words]
     if not found and all(each.output.lock == "untested" for each in facts):
         return HealthCheck(

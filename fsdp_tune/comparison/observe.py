@@ -189,7 +189,7 @@ class Side:
             self.left_out.append(f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read")
 
     def _complete_data(self, accounts: Sequence[InputAccount], keys: Sequence[str], store: RowStore, rows: RowOrder) -> None:
-        """Add the order of all steps, and name the stages that are those of the whole run: all training rows were read."""
+        """Name the stages that cover the full run, whose training rows were all read, and add the order of its later steps."""
         if self.recipe.data.streaming:
             return
         self.complete.append("rows")

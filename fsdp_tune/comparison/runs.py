@@ -242,8 +242,8 @@ def _finite(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _difference(step: int, name: str, a: Any, b: Any) -> DifferentStep | None:
-    """Return the difference of two values; None if they are bitwise equal."""
+def _difference(step: int, name: str, a: object, b: object) -> DifferentStep | None:
+    """Return the difference of two values of a field; None if they are equal. NaN, infinity and other types have no number."""
     if a == b:
         return None
     one, other = _finite(a), _finite(b)

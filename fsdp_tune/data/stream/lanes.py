@@ -188,6 +188,7 @@ class _Reader:
             before += unit.rows
 
     def _next_part(self) -> None:
+        """Open the next unit of the pass, or begin the next pass; a source in which no pass finds a row has ended."""
         cursor = self.cursor
         if self._source.rows is None and cursor.unit + 1 < len(self._units):
             self.cursor = replace(cursor, unit=cursor.unit + 1, row=0)
@@ -195,7 +196,8 @@ class _Reader:
             return
         self._empty_passes = 0 if self._has_rows else self._empty_passes + 1
         is_empty = self._empty_passes > EMPTY_PASSES * self._stream.lanes
-        self.cursor, self._has_rows = Cursor(cursor.passes + 1, NO_UNIT if is_empty else 0, 0, cursor.read), False
+        self.cursor = Cursor(cursor.passes + 1, NO_UNIT if is_empty else 0, 0, cursor.read)
+        self._has_rows = False
         self._begin_pass()
 
 

@@ -300,15 +300,17 @@ def _limits(recipe: Recipe, model: Any, *, packaged: bool, positions: int | None
 
 
 def main() -> None:
+    """Print the facts of the recipe on stdin, and keep them in ENTRY; STARTED_NS as for `Reads`."""
+    entry, started_ns = [*sys.argv[1:3], None, None][:2]
     recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
     with (
-        Reads(int(sys.argv[2]) if len(sys.argv) > 2 else None) as reads,
+        Reads(None if started_ns is None else int(started_ns)) as reads,
         contextlib.redirect_stdout(sys.stderr),
     ):  # libraries print; stdout must contain one document only
         found = find_facts(recipe)
     sys.stdout.write(found.to_json())
-    if len(sys.argv) > 1:
-        kept_inspections.keep(Path(sys.argv[1]), recipe, found, reads)
+    if entry is not None:
+        kept_inspections.keep(Path(entry), recipe, found, reads)
 
 
 if __name__ == "__main__":
