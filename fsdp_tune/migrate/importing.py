@@ -28,20 +28,14 @@ from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER, STARTS_EA
 from fsdp_tune.migrate.read.foreign_file import END, MANIFEST, SBATCH, ForeignFile, named_values, read_foreign, take_unexpanded
 from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
 from fsdp_tune.migrate.settling import ask_each, settle_all
-from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, jobs, llama_factory, soup, torchtune, unsloth
+from fsdp_tune.migrate.tools import accelerate_config, jobs, llama_factory, torchtune
+from fsdp_tune.migrate.tools.table import TOOLS
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
 from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, parse_recipe
 from fsdp_tune.recipe.read.overrides import Override, read_overrides
 from fsdp_tune.recipe.read.tool_detection import (
-    ACCELERATE,
-    AUTOMODEL,
-    AXOLOTL,
-    DEEPSPEED,
-    EXAMPLES,
-    FMS,
     LLAMA_FACTORY,
-    SOUP,
     SWIFT,
     TORCHTUNE,
     TRL,
@@ -202,20 +196,6 @@ def _inner(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) if is_plain and any(character in text for character in ",[]{}") else text
 
 
-RULES: dict[str, Rules] = {
-    AXOLOTL: axolotl.RULES,
-    TRL: flat_options.TRL_RULES,
-    EXAMPLES: flat_options.EXAMPLE_RULES,
-    LLAMA_FACTORY: llama_factory.RULES,
-    SWIFT: flat_options.SWIFT_RULES,
-    TORCHTUNE: torchtune.RULES,
-    ACCELERATE: accelerate_config.ACCELERATE_RULES,
-    DEEPSPEED: accelerate_config.DEEPSPEED_RULES,
-    UNSLOTH: unsloth.RULES,
-    AUTOMODEL: automodel.RULES,
-    SOUP: soup.RULES,
-    FMS: accelerate_config.FMS_RULES,
-}
 _MOST_CORRECTIONS = 50
 
 
@@ -290,7 +270,7 @@ def import_file(
 
 def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
-    rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    rules = {**TOOLS[found.tool].rules, LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
     rules |= {SBATCH: jobs.sbatch, MANIFEST: Inside(jobs.MANIFEST_RULES)}
     rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
     return {**rules, **each(ignored, Drop("the tool does not read it"))}
@@ -302,27 +282,13 @@ def options_of(path: FilePath) -> dict[str, Any]:
     return {name: value for name, value in read_foreign(path).values.items() if name not in aside}
 
 
-_METHODS = (
-    (LLAMA_FACTORY, "stage", llama_factory.STAGES, llama_factory.UNSUPPORTED),
-    (SOUP, "task", soup.TASKS, soup.UNSUPPORTED),
-    (AUTOMODEL, "recipe", automodel.RECIPES, automodel.UNSUPPORTED),
-    (FMS, "peft_method", accelerate_config.FMS_METHODS, accelerate_config.FMS_UNSUPPORTED),
-)
-"""Tool, the key that names the method of a training, its values that are imported, and what the others are."""
-
-
 def _refuse_other_training(found: ForeignFile) -> None:
     """Raises: usage error for preference tuning and the like: a recipe of it would train something else."""
     values = found.values
-    kinds = {
-        AXOLOTL: axolotl.UNSUPPORTED,
-        SWIFT: flat_options.SWIFT_UNSUPPORTED,
-        TORCHTUNE: torchtune.UNSUPPORTED,
-        TRL: flat_options.TRL_UNSUPPORTED,
-        AUTOMODEL: automodel.OTHER_MODELS,
-    }.get(found.tool, {})
-    wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
-    wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
+    tool = TOOLS[found.tool]
+    wrong = [(name, kind) for name, kind in tool.other_training.items() if values.get(name)]
+    if (method := tool.method) is not None and values.get(method.key) not in (None, *method.imported):
+        wrong.append((method.key, method.others))
     for name, kind in [pair for pair in wrong if (pair[0],) not in found.computed][:1]:
         where = Where(str(found.path), found.lines.get((name,)), key=name)
         given = f": {values[name]}" if isinstance(values[name], str) else ""
@@ -366,7 +332,7 @@ def _named(file: FilePath | None) -> Rule:
 
 
 def _deepspeed(key: FileKey) -> Outcome:
-    own = RULES[key.tool].get("deepspeed", by_name)
+    own = TOOLS[key.tool].rules.get("deepspeed", by_name)
     return Inside(accelerate_config.DEEPSPEED_RULES) if isinstance(key.value, dict) else outcome_of(own, key)
 
 

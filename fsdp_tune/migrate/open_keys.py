@@ -16,12 +16,9 @@ from fsdp_tune.migrate.settling import settle_all
 from fsdp_tune.migrate.tools import unsloth
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Fate
-from fsdp_tune.recipe.read.tool_detection import AXOLOTL, TORCHTUNE
 
 _SAMPLES: tuple[Any, ...] = (2, "x", True, False, 0.5, ["x"])
 """Values with which a key is tried, to find out which keys of the recipe it sets."""
-_NULL_IS_DEFAULT = frozenset({TORCHTUNE, AXOLOTL})
-"""Tools for which null is what a key that is left out is. A length is a number in them."""
 _NO_LIMIT = "null is no limit there, and a recipe has one: write the length of the longest row, at most the positions of the model"
 _NULL = "null is not the default, and there is no such value here: write one or leave the key out"
 
@@ -49,13 +46,13 @@ def is_asked(ledger: Ledger, target: KeyPath) -> bool:
     return any(row.fate is Fate.QUESTION and target in row.targets for row in ledger.rows) and ledger.get(*target) is None
 
 
-def leave_open(ledger: Ledger, rules: Rules, defaults: dict[str, Any]) -> None:
+def leave_open(ledger: Ledger, rules: Rules, defaults: dict[str, Any], *, null_is_default: bool) -> None:
     """Take out the defaults of keys that a question or a null of the file is about. A null becomes a question."""
     for row in ledger.rows:
         is_null = row.value is None and row.fate is Fate.DROPPED
         if not is_null and row.fate is not Fate.QUESTION:
             continue
-        for key in [key for key in defaults if not is_null or key == "data.max_length" or ledger.tool not in _NULL_IS_DEFAULT]:
+        for key in [key for key in defaults if not is_null or key == "data.max_length" or not null_is_default]:
             target = tuple(key.split("."))
             if ledger.get(*target) is not None or ledger.is_answered(target) or not _is_about(ledger, row, target, defaults[key], rules):
                 continue

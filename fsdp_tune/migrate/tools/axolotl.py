@@ -28,11 +28,14 @@ from fsdp_tune.migrate.rules import (
     same,
     steps,
 )
+from fsdp_tune.migrate.tool import Tool
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
 from fsdp_tune.migrate.tools.emulated_quantisation import AXOLOTL_QAT
 from fsdp_tune.migrate.tools.experts import experts_kernel
+from fsdp_tune.migrate.tools.long_rows import DROPPED
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
+from fsdp_tune.recipe.read.tool_detection import AXOLOTL
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
@@ -425,4 +428,18 @@ RULES: Rules = {
     **each(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }
 """By name; see `settling.settle_key`."""
-UNSUPPORTED = {"rl": "preference tuning", "reward_model": "reward models", "diffusion": "diffusion models"}
+TOOL = Tool(
+    AXOLOTL,
+    RULES,
+    defaults={
+        "training.num_train_epochs": 1,
+        "training.lr_scheduler_type": "cosine",
+        "training.warmup_steps": 0.03,
+        "data.max_length": 512,
+    },
+    adapter_switches=("adapter",),
+    upcasts=True,
+    long_rows=DROPPED,  # but of texts, which it cuts
+    null_is_default=True,
+    other_training={"rl": "preference tuning", "reward_model": "reward models", "diffusion": "diffusion models"},
+)

@@ -33,10 +33,12 @@ from fsdp_tune.migrate.rules import (
     section,
     steps,
 )
+from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Tool
 from fsdp_tune.migrate.tools.experts import experts_kernel
-from fsdp_tune.migrate.tools.long_rows import packing_strategy
+from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL, DROPPED, SPLIT, packing_strategy
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
+from fsdp_tune.recipe.read.tool_detection import EXAMPLES, SWIFT, TRL
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MEDIA = "models with images or sound are not trained here"
@@ -179,7 +181,6 @@ SWIFT_RULES: Rules = {
     "merge_lora": by_synonym("merge_lora"),
 }
 """By name; see `settling.settle_key`."""
-SWIFT_UNSUPPORTED = {"rlhf_type": "preference tuning"}
 
 
 # ---- run_clm.py of transformers, and the options that TRL has too
@@ -368,3 +369,55 @@ TRL_UNSUPPORTED = dict.fromkeys(
     ),
     "preference tuning",
 ) | {"teacher_model_name_or_path": "distillation"}
+TRL_TOOL = Tool(
+    TRL,
+    TRL_RULES,
+    defaults={
+        "training.per_device_train_batch_size": 8,
+        "data.max_length": 1024,
+        "fsdp.activation_checkpointing": "full",
+        "training.report_to": [],
+    },
+    adapter_defaults={"lora.r": 16, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
+    adapter_switches=("use_peft",),
+    upcasts=True,
+    long_rows=CUT_BY_TRL,
+    other_training=TRL_UNSUPPORTED,
+)
+EXAMPLE_TOOL = Tool(
+    EXAMPLES,
+    EXAMPLE_RULES,
+    defaults={**TRAINER_DEFAULTS, "precision.mixed_precision": "no"},
+    adapter_switches=("use_peft",),
+    loads_as_stored=True,
+    upcasts=True,
+    long_rows=SPLIT,  # run_clm.py joins all texts
+)
+SWIFT_TOOL = Tool(
+    SWIFT,
+    SWIFT_RULES,
+    defaults={
+        "training.per_device_train_batch_size": 1,
+        "training.weight_decay": 0.1,
+        "training.adam_beta2": 0.95,
+        "training.lr_scheduler_type": "cosine",
+        "training.logging_steps": 5,
+        "fsdp.activation_checkpointing": "full",
+        "precision.mixed_precision": "bf16",
+    },
+    adapter_defaults={
+        "lora.r": 8,
+        "lora.lora_alpha": 32,
+        "lora.lora_dropout": 0.05,
+        "lora.target_modules": "all-linear",
+        "training.learning_rate": 1e-4,
+    },
+    full_defaults={"training.learning_rate": 1e-5},
+    adapter_switches=("tuner_type", "train_type", "sft_type"),
+    trains_adapters=True,
+    loads_as_stored=True,
+    upcasts=True,
+    long_rows=DROPPED,
+    stream_buffer=1000,
+    other_training={"rlhf_type": "preference tuning"},
+)

@@ -32,7 +32,9 @@ from fsdp_tune.migrate.rules import (
     same,
     switch,
 )
+from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Method, Tool
 from fsdp_tune.migrate.tools.flat_options import MEDIA, method, unless_pretraining
+from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
 from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY
@@ -259,6 +261,20 @@ RULES: Rules = {
     "predict_with_generate": off_or("off", "write `training: {sample: {every: 500, prompts: […]}}` to see answers while training"),
 }
 """By name; see `settling.settle_key`."""
-STAGES = ("sft", "pt")
-UNSUPPORTED = "preference tuning and reward models"
-"""The other values of `stage`."""
+TOOL = Tool(
+    LLAMA_FACTORY,
+    RULES,
+    defaults={
+        **TRAINER_DEFAULTS,
+        "fsdp.activation_checkpointing": "full",
+        "training.logging_steps": 500,
+        "training.report_to": [],
+    },
+    adapter_defaults={"lora.r": 8, "lora.target_modules": "all-linear", "precision.mixed_precision": "bf16"},
+    full_defaults={"precision.mixed_precision": "no"},  # weights are cast to fp32, and computed in it without `bf16`
+    adapter_switches=("finetuning_type",),
+    trains_adapters=True,
+    long_rows=CUT_BY_TRL,  # `wrapped`: `stage: pt`
+    stream_buffer=16384,
+    method=Method("stage", ("sft", "pt"), "preference tuning and reward models"),
+)

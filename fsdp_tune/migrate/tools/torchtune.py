@@ -28,9 +28,12 @@ from fsdp_tune.migrate.rules import (
     section,
     variable,
 )
+from fsdp_tune.migrate.tool import Tool
 from fsdp_tune.migrate.tools.emulated_quantisation import TORCHTUNE_QAT
+from fsdp_tune.migrate.tools.long_rows import CUT
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write
+from fsdp_tune.recipe.read.tool_detection import TORCHTUNE
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 COMPONENT = "_component_"
@@ -374,3 +377,11 @@ UNSUPPORTED = {
     **dict.fromkeys(("teacher_model", "teacher_checkpointer"), "distillation"),
     **dict.fromkeys(("prompt", "tasks", "max_new_tokens"), "generation or benchmarks as a configuration of their own"),
 }
+TOOL = Tool(
+    TORCHTUNE,
+    RULES,
+    defaults={"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
+    long_rows=CUT,  # by the tokenizer, before rows are packed
+    null_is_default=True,
+    other_training=UNSUPPORTED,
+)
