@@ -82,7 +82,7 @@ def in_words(outcome: Write | Ask | Drop) -> str:
             return f"write `{lines}`{f', {outcome.reason}' if outcome.reason else ''}"
 
 
-def nested(key: str, value: object) -> dict[str, Any]:
+def nested(key: str, value: object) -> dict[str, object]:
     """Return a dotted key and its value as a part of a recipe; entries of `data.train` are a list."""
     tree: Any = value
     for part in reversed(key.split(".")):

@@ -109,7 +109,7 @@ def _free_words(path: KeyPath) -> str:
     return "text" if of_text else "another value"
 
 
-def _mappings_in(annotation: Any) -> list[Any]:
+def _mappings_in(annotation: object) -> list[object]:
     if get_origin(annotation) is dict:
         return [annotation]
     return [found for argument in get_args(annotation) for found in _mappings_in(argument)]

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from pydantic import ValidationError
 
@@ -164,7 +164,7 @@ def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]
 
 def _refuse_other_tools(tree: MappingNode, path: Path) -> None:
     """Raises: usage error for the configuration of another trainer, instead of one for each of its keys."""
-    values = cast("dict[str, Any]", plain_value(tree))
+    values = cast("dict[str, object]", plain_value(tree))
     tool = foreign_tool(values)
     if tool is not None:
         raise _not_a_recipe(f"a configuration of {tool}", path)
@@ -205,7 +205,7 @@ def _validate(tree: MappingNode) -> _Validated:
 
     The remaining values are still validated, so that one error reports contradictions elsewhere too.
     """
-    data: Any = plain_value(tree)
+    data: object = plain_value(tree)
     problems: dict[KeyPath, Problem] = check_training(tree) | check_free_mappings(tree)
     dropped: set[str] = set()
     for path in (*broken(tree, ()), *problems):

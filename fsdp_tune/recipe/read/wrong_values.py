@@ -28,10 +28,10 @@ def drop(data: Any, path: KeyPath, dropped: set[str]) -> None:
     numbers = [index for index, part in enumerate(path) if isinstance(part, int)]
     short = path[: numbers[0]] if numbers else path
     dropped.add(dotted(short))
-    holder: dict[Any, Any] | None = data
+    holder: dict[object, object] | None = data
     for part in short[:-1]:
         inner = holder.get(part) if holder is not None else None
-        holder = cast(dict[Any, Any], inner) if isinstance(inner, dict) else None
+        holder = cast(dict[object, object], inner) if isinstance(inner, dict) else None
     if holder is not None and short:
         holder.pop(short[-1], None)
 
