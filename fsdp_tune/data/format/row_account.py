@@ -141,7 +141,7 @@ class RowAccount:
 
     def close(
         self,
-        values: dict[str, Any],
+        values: dict[str, object],
         known: Mapping[str, str],
         *,
         path: str = "",
@@ -155,7 +155,7 @@ class RowAccount:
         `known`: what each key is read as. Keys that `template` reads are read too. `names`: the names of columns in the file. `other`:
         columns of a format that the recipe has not chosen.
         """
-        kept: dict[str, Any] = {}
+        kept: dict[str, object] = {}
         for key, value in values.items():
             name = path + (names or {}).get(key, key)
             if name in self.ignored:
