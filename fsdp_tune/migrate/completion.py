@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.core.units import enumerated
@@ -173,7 +173,7 @@ def _is_plain(ledger: Ledger) -> bool:
     return ledger.tool == UNSLOTH and ledger.value(python_script.PLAIN_ARGUMENTS) is not None
 
 
-def _defaults_of_tool(ledger: Ledger) -> dict[str, Any]:
+def _defaults_of_tool(ledger: Ledger) -> dict[str, object]:
     found = TOOLS[ledger.tool].defaults
     if _is_plain(ledger):
         return {key: value for key, value in found.items() if not key.startswith("training.")} | {**TRAINER_DEFAULTS}
@@ -238,9 +238,9 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
         ledger.set(tuple(key.split(".")), value, f"default of {owner}", Weight.DEFAULT)
 
 
-def _defaults_of_other_keys(ledger: Ledger) -> dict[str, Any]:
+def _defaults_of_other_keys(ledger: Ledger) -> dict[str, object]:
     """Return the defaults that have an effect with another key alone: of mixtures, of streams and of quantised weights."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     if ledger.tool == SWIFT and any(target[:2] == TRAIN and target[-1] == "weight" for target in ledger.settings):
         found["data.mixture.stopping_strategy"] = "first_exhausted"
     if (buffer := TOOLS[ledger.tool].stream_buffer) is not None and is_on(ledger.get("data", "streaming") or False):
@@ -251,7 +251,7 @@ def _defaults_of_other_keys(ledger: Ledger) -> dict[str, Any]:
     return found
 
 
-def _leave_out_defaults(ledger: Ledger, defaults: dict[str, Any]) -> None:
+def _leave_out_defaults(ledger: Ledger, defaults: dict[str, object]) -> None:
     """Remove values that are the defaults of the tool, written out, unless a recipe has the same default.
 
     A file that leaves such a key out gets `defaults` and the recipe's own: so does one that has it.
@@ -370,7 +370,7 @@ def _compute(ledger: Ledger, row: AccountRow, reason: str) -> None:
     ledger.settings[GLOBAL].rows.append(row)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

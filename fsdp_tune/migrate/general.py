@@ -157,13 +157,13 @@ def _by_legacy(key: FileKey) -> Outcome | None:
     return None
 
 
-def _is_known(tree: Mapping[str, Any]) -> bool:
+def _is_known(tree: Mapping[str, object]) -> bool:
     names = {key.path for key in all_keys()}
     return all(target in names for target, _ in flattened(tree))
 
 
 class _Translated(NamedTuple):
-    tree: dict[str, Any]
+    tree: dict[str, object]
     words: str
     """Of the notices about old spellings."""
     problem: Problem | None
@@ -178,7 +178,7 @@ def _translated(tree: Mapping[str, object]) -> _Translated:
     more, wrong = settle(root)
     take_aliases(root)
     said = [notice.message.partition(": ")[2] or notice.message for notice in (*notices, *more)]
-    after = cast("dict[str, Any]", _without_empty(plain_value(root)))
+    after = cast("dict[str, object]", _without_empty(plain_value(root)))
     return _Translated(after, "; ".join(said), next(iter((*problems, *wrong)), None))
 
 

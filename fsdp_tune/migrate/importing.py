@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any, cast
+from typing import cast
 
 import yaml
 
@@ -276,7 +276,7 @@ def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     return {**rules, **each(ignored, Drop("the tool does not read it"))}
 
 
-def options_of(path: FilePath) -> dict[str, Any]:
+def options_of(path: FilePath) -> dict[str, object]:
     """Return the options of a configuration, with those of the file that it names, without the launcher's. Raises: FsdpTuneError."""
     aside = (LAUNCHER, ENVIRONMENT, SBATCH, MANIFEST, "config")
     return {name: value for name, value in read_foreign(path).values.items() if name not in aside}

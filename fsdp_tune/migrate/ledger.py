@@ -48,7 +48,7 @@ class AccountRow:
         return dotted(self.path)
 
     @property
-    def shown_value(self) -> Any:
+    def shown_value(self) -> object:
         """The value with secrets replaced. Of a key that is known, as of a special token, the name says nothing about secrets."""
         return mask_values(self.value, str(self.path[-1]) if self.fate is Fate.QUESTION else "")
 
@@ -95,9 +95,9 @@ class LedgerView(Protocol):
     @property
     def settings(self) -> Mapping[KeyPath, Setting]: ...
     def value(self, *path: str | int) -> Any: ...
-    def get(self, *target: str | int) -> Any: ...
+    def get(self, *target: str | int) -> object: ...
     def has_answer(self, target: KeyPath) -> bool: ...
-    def decided(self, target: KeyPath, of_the_file: Any) -> Any: ...
+    def decided(self, target: KeyPath, of_the_file: object) -> Any: ...
 
 
 class Ledger:
@@ -105,11 +105,11 @@ class Ledger:
 
     def __init__(
         self,
-        values: dict[str, Any],
+        values: dict[str, object],
         lines: Mapping[KeyPath, int],
         tool: str,
         templates: Collection[str] = (),
-        answers: Mapping[KeyPath, Any] | None = None,
+        answers: Mapping[KeyPath, object] | None = None,
     ) -> None:
         self.values, self.tool, self.templates = values, tool, templates
         self.answers = answers or {}
@@ -127,10 +127,10 @@ class Ledger:
 
     def value(self, *path: str | int) -> Any:
         """Return the value at a path; None if there is none."""
-        found: Any = self.values
+        found: object = self.values
         for part in path:
             if isinstance(found, dict):
-                found = cast("dict[object, Any]", found).get(part)
+                found = cast("dict[object, object]", found).get(part)
             elif is_list(found) and isinstance(part, int) and part < len(found):
                 found = found[part]
             else:
@@ -203,7 +203,7 @@ class Ledger:
     def _at_or_below(self, target: KeyPath) -> Setting:
         return next(setting for other, setting in self.settings.items() if other[: len(target)] == target)
 
-    def set(self, target: KeyPath, value: Any, origin: str, weight: Weight, row: AccountRow | None = None) -> None:
+    def set(self, target: KeyPath, value: object, origin: str, weight: Weight, row: AccountRow | None = None) -> None:
         """Give a key of the recipe a value, unless it has one that is meant more strongly, or one of another kind is there."""
         there = self.settings.get(target)
         if self.is_answered(target) or (there is None and self._of_another_kind(target, value) is not None):
@@ -232,7 +232,7 @@ class Ledger:
             self._write_answer(target, value)
         self._has_written_answers = True
 
-    def _write_answer(self, target: KeyPath, value: Any) -> None:
+    def _write_answer(self, target: KeyPath, value: object) -> None:
         words = f"`--set {dotted(target)}` decides"
         for other in [other for other in self.settings if _is_below(other, target)]:
             self._remove(other, words)
@@ -271,7 +271,7 @@ class Ledger:
             if not row.targets:
                 row.fate, row.reason = Fate.DROPPED, reason
 
-    def get(self, *target: str | int) -> Any:
+    def get(self, *target: str | int) -> object:
         """Return the value that the recipe has so far, or that `--set` gives; None if it has none."""
         if any(value is None and _is_below(target, each) for each, value in self.answers.items()):
             return None
@@ -284,7 +284,7 @@ class Ledger:
         """Return whether `--set` gives the value of a key, also before answers are written."""
         return target in self._given
 
-    def decided(self, target: KeyPath, of_the_file: Any) -> Any:
+    def decided(self, target: KeyPath, of_the_file: object) -> Any:
         """Return the value of `--set`, or the default if it is null; else that of the file, which is not settled yet."""
         if target not in self._given:
             return of_the_file
@@ -319,7 +319,7 @@ def without_places(words: str) -> str:
     return _PLACE.sub("", words)
 
 
-def _keys_of(target: KeyPath, value: object) -> Iterator[tuple[KeyPath, Any]]:
+def _keys_of(target: KeyPath, value: object) -> Iterator[tuple[KeyPath, object]]:
     """Return each key that an answer gives, with its value."""
     return iter([(target, None)]) if value is None else flattened(value, target)
 

@@ -17,7 +17,7 @@ from fsdp_tune.migrate.tools import unsloth
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Fate
 
-_SAMPLES: tuple[Any, ...] = (2, "x", True, False, 0.5, ["x"])
+_SAMPLES: tuple[object, ...] = (2, "x", True, False, 0.5, ["x"])
 """Values with which a key is tried, to find out which keys of the recipe it sets."""
 _NO_LIMIT = "null is no limit there, and a recipe has one: write the length of the longest row, at most the positions of the model"
 _NULL = "null is not the default, and there is no such value here: write one or leave the key out"
@@ -63,7 +63,7 @@ def leave_open(ledger: Ledger, rules: Rules, defaults: dict[str, Any], *, null_i
                 row.targets = (*row.targets, target)
 
 
-def _is_about(ledger: Ledger, row: AccountRow, target: KeyPath, default: Any, rules: Rules) -> bool:
+def _is_about(ledger: Ledger, row: AccountRow, target: KeyPath, default: object, rules: Rules) -> bool:
     """Return whether the key of a row sets a key of the recipe, as the default's own value, written there, would."""
     if target in row.targets:
         return True
@@ -72,13 +72,13 @@ def _is_about(ledger: Ledger, row: AccountRow, target: KeyPath, default: Any, ru
     return target in _targets(ledger, row.path, rules, (default,))
 
 
-def _targets(ledger: Ledger, path: KeyPath, rules: Rules, values: tuple[Any, ...]) -> Iterator[KeyPath]:
+def _targets(ledger: Ledger, path: KeyPath, rules: Rules, values: tuple[object, ...]) -> Iterator[KeyPath]:
     """Yield the keys of the recipe that a key of the file sets with one of the values."""
     for each in trials(ledger, path, rules, values):
         yield from each.settings
 
 
-def trials(ledger: Ledger, path: KeyPath, rules: Rules, values: tuple[Any, ...]) -> Iterator[Ledger]:
+def trials(ledger: Ledger, path: KeyPath, rules: Rules, values: tuple[object, ...]) -> Iterator[Ledger]:
     """Yield the account of a file with this key alone, for each value that its rule takes."""
     for value in values:
         tree: Any = value

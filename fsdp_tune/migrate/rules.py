@@ -42,7 +42,7 @@ class FileKey:
         return as_items(self.value)
 
     @property
-    def mapping(self) -> dict[str, Any]:
+    def mapping(self) -> dict[str, object]:
         """The keys and values of a mapping; none if the value is not a mapping."""
         return as_mapping(self.value)
 
@@ -50,15 +50,15 @@ class FileKey:
         """Return the value at a path of the file; None if there is none."""
         return self.ledger.value(*path)
 
-    def beside(self, *path: str | int) -> Any:
+    def beside(self, *path: str | int) -> object:
         """Return the value at a path that starts where this key is; None if there is none."""
         return self.ledger.value(*self.path[:-1], *path)
 
-    def below(self, *path: str | int) -> Any:
+    def below(self, *path: str | int) -> object:
         """Return the value at a path below this key; None if there is none."""
         return self.ledger.value(*self.path, *path)
 
-    def of_recipe(self, *target: str | int) -> Any:
+    def of_recipe(self, *target: str | int) -> object:
         """Return the value that the recipe has so far; None if it has none."""
         return self.ledger.get(*target)
 

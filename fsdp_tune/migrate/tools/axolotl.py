@@ -231,12 +231,12 @@ def _chat_template(key: FileKey) -> Outcome:
     return chat_template(key)
 
 
-def _kind(entry: dict[str, Any]) -> str:
+def _kind(entry: dict[str, object]) -> str:
     """Return the type of a data set without its variant."""
     return str(entry.get("type", "")).partition(".")[0]
 
 
-def _entries(ledger: LedgerView) -> dict[KeyPath, dict[str, Any]]:
+def _entries(ledger: LedgerView) -> dict[KeyPath, dict[str, object]]:
     """Return the data sets by the places of their sources."""
     return {
         (*place, index): entry
@@ -298,7 +298,7 @@ _MOST_WARMUP = 100
 """Steps of axolotl's default, a share, where the number of all steps is known."""
 
 
-def _settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
+def _settle_long_rows(ledger: Ledger, defaults: dict[str, object]) -> None:
     """axolotl cuts texts into pieces of `sequence_len` before its strategy for longer rows, the default of which is to drop them.
 
     `defaults`: those that are written after this.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import Any
 
 from fsdp_tune.core.values import as_mapping, is_list
 from fsdp_tune.migrate.general import DFT, chat_template, source
@@ -104,7 +103,7 @@ def _listed_datasets(place: KeyPath) -> Rule:
     return rule
 
 
-def _text_steps(name: str, entry: dict[str, Any], place: KeyPath) -> list[Step]:
+def _text_steps(name: str, entry: dict[str, object], place: KeyPath) -> list[Step]:
     """`stage: pt` reads the text of the first message, without a template: of Alpaca's columns that is `prompt`."""
     columns = as_mapping(entry.get("columns"))
     column = str(columns.get("prompt") or "instruction")
@@ -117,7 +116,7 @@ def _text_steps(name: str, entry: dict[str, Any], place: KeyPath) -> list[Step]:
     return [*found, *(At((INFO, name, key), Drop(words)) for key in ("formatting", "columns", "tags"))]
 
 
-def _path_of(entry: Mapping[str, Any]) -> str | None:
+def _path_of(entry: Mapping[str, object]) -> str | None:
     found = entry.get("hf_hub_url") or entry.get("file_name")
     return str(found) if found else None
 

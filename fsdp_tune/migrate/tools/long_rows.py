@@ -42,7 +42,7 @@ def settle_long_rows(ledger: Ledger, behaviour: LongRows, defaults: dict[str, An
         defaults["data.overlong"] = behaviour[str(_value(ledger, defaults, "packing_strategy") or "bfd") if is_packed else False]
 
 
-def _value(ledger: Ledger, defaults: dict[str, Any], name: str) -> Any:
+def _value(ledger: Ledger, defaults: dict[str, object], name: str) -> object:
     found = ledger.get("data", name)
     return defaults.get(f"data.{name}") if found is None else found
 

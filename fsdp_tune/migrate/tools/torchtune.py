@@ -69,10 +69,10 @@ _ADAPTED = {"output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
-def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
+def resolve_references(values: dict[str, object]) -> dict[str, object]:
     """Replace `${key.inner}` by the value of that key, as OmegaConf does. One that the file does not have is kept as it is written."""
 
-    def found(name: str) -> Any:
+    def found(name: str) -> object:
         value: Any = values
         for part in name.split("."):
             if part not in as_mapping(value):
@@ -80,7 +80,7 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
             value = value[part]
         return value
 
-    def resolved(value: Any) -> Any:
+    def resolved(value: object) -> object:
         if is_mapping(value):
             return {name: resolved(inner) for name, inner in value.items()}
         if is_list(value):
