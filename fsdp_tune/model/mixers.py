@@ -169,18 +169,18 @@ def call_by_documents(mixer: nn.Module, multiple_of: int = 1) -> None:
     call = _at_once if takes_lengths(mixer) else functools.partial(_in_groups, multiple_of)
 
     @functools.wraps(forward)
-    def by_documents(*args: Any, **kwargs: Any) -> Any:
+    def by_documents(*args: object, **kwargs: object) -> object:
         documents = known_documents()
         return forward(*args, **kwargs) if documents is None else call(forward, documents, args, kwargs)
 
     mixer.forward = by_documents  # type: ignore[method-assign]
 
 
-def _at_once(forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _at_once(forward: Callable[..., object], documents: Documents, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call the forward for all rows as one, and pass on where its documents end."""
     rows, tokens = documents.position_ids.shape
 
-    def flat(value: Any) -> Any:
+    def flat(value: Any) -> object:
         is_by_token = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == tokens and value.shape[0] in (1, rows)
         return value.expand(rows, *value.shape[1:]).flatten(0, 1)[None] if is_by_token else value
 
@@ -189,7 +189,9 @@ def _at_once(forward: Callable[..., Any], documents: Documents, args: tuple[Any,
     return _mapped(lambda value: value[0].unflatten(0, (rows, tokens)) if isinstance(value, torch.Tensor) else value, found)
 
 
-def _in_groups(multiple_of: int, forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_groups(
+    multiple_of: int, forward: Callable[..., object], documents: Documents, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read."""
     spans, given = documents.spans, (args, _without_lengths(kwargs))
     groups = groups_of_lengths([span.tokens for span in spans])
@@ -200,7 +202,7 @@ def _in_groups(multiple_of: int, forward: Callable[..., Any], documents: Documen
 
 def _called(
     forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[Span], shape: torch.Size, multiple_of: int
-) -> tuple[Any, int]:
+) -> tuple[object, int]:
     """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
     longest = -(-max(span.tokens for span in spans) // multiple_of) * multiple_of
     while True:
@@ -211,7 +213,7 @@ def _called(
         longest += multiple_of  # as many heads as tokens: with more tokens it shows which dimension has the tokens
 
 
-def _without_lengths(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_lengths(kwargs: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in kwargs.items() if name not in EXAMPLE_LENGTHS}
 
 
@@ -237,7 +239,7 @@ def _padded(document: torch.Tensor, longest: int) -> torch.Tensor:
     return torch.cat([document, document[-1:].detach().expand(missing, *document.shape[1:])]) if missing else document
 
 
-def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents) -> Any:
+def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents) -> object:
     """Return the output for the rows from those for each group of documents. `longest`: the tokens of the first group.
 
     A tensor has its tokens in dimension 1, or after the heads. One without tokens is a state, which only generation reads: None.
@@ -260,14 +262,14 @@ def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]],
     return torch.cat(pieces, dim - 1).unflatten(dim - 1, documents.position_ids.shape).movedim(dim - 1, 0)
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def _mapped(function: Callable[[object], object], value: object) -> Any:
     """Return arguments or outputs with `function` of each value in their tuples, lists and dictionaries."""
     if isinstance(value, dict):
         return {name: _mapped(function, each) for name, each in value.items()}
     return tuple(_mapped(function, each) for each in value) if isinstance(value, tuple | list) else function(value)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | tuple | list):

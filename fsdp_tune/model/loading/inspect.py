@@ -133,7 +133,7 @@ def _facts(
     from fsdp_tune.model.loading.saved_layout import base_layout, published_names
     from fsdp_tune.model.shard.local import count_elements
 
-    changes: dict[str, Any] = {} if packaged else construct.config_changes(recipe)
+    changes: dict[str, object] = {} if packaged else construct.config_changes(recipe)
     folder = base_folder(recipe)
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
     tensors = account.record().of_base(name, revision) if account is not None else record_of_run(recipe)
@@ -192,7 +192,7 @@ def _kept_notices(recipe: Recipe, model: Any) -> list[Notice]:
     return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
 
 
-def _adapter(recipe: Recipe, model: Any) -> dict[str, Any]:
+def _adapter(recipe: Recipe, model: Any) -> dict[str, object]:
     from fsdp_tune.model.adapters.lora import adapter_config, name_in_base, name_in_file
     from fsdp_tune.model.adapters.nf4 import describe_nf4, layers_in_4_bits
 
@@ -248,7 +248,7 @@ def _untrained_parts(model: Any) -> list[Notice]:
     return [Notice("lora-text-alone", message)]
 
 
-def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
+def _wrapping(recipe: Recipe, model: Any) -> dict[str, object]:
     from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
     from fsdp_tune.model.shard.local import count_elements
 

@@ -88,7 +88,7 @@ class LeanAdamW(torch.optim.AdamW):
                 if piece.dtype != values.dtype:  # otherwise the kernel updated the stored tensor itself
                     piece.copy_(round_stochastically(values, index, key) if is_stochastic else values)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         super().load_state_dict(state_dict)
         restore_moments(self, state_dict, self.state_dtype)
         self._steps.clear()
