@@ -66,7 +66,7 @@ class Adapter:
     base: Path | None
     base_name: str | None
     base_weights: BaseWeights | None = None
-    config_changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    config_changes: Mapping[str, object] = field(default_factory=dict[str, object])
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """{name in the model: name in the files of the base} of tensors of the base that have another name there."""
 
@@ -82,7 +82,7 @@ class Adapter:
     published: Published | None = None
     """Names of modules in the export."""
 
-    def config_json(self) -> dict[str, Any]:
+    def config_json(self) -> dict[str, object]:
         """Return `adapter_config.json` of the export, as PEFT writes it for inference."""
         values = {**self.config.values, "base_model_name_or_path": self.base_name, "inference_mode": True}
         if self.published is None:
