@@ -61,7 +61,7 @@ class ScaledRecipe:
 
 
 def scale_down_recipe(
-    recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ranks: int, device: str, steps: int, inputs: ReadableInputs
+    recipe: Recipe, config: Mapping[str, object], folder: Path, *, ranks: int, device: str, steps: int, inputs: ReadableInputs
 ) -> ScaledRecipe:
     """Return the recipe of a rehearsal. `recipe` is resolved; the result is not, and is loaded like any other recipe."""
     small = ScaledRecipe(recipe.model_dump(mode="json", by_alias=True))
@@ -96,7 +96,7 @@ def scale_down_recipe(
     return small
 
 
-def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], inputs: ReadableInputs) -> None:
+def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, object], inputs: ReadableInputs) -> None:
     model = small.document["model"]
     shrunk = scale_down_config(config)
     model |= {
