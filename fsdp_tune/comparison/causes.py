@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import yaml
 
@@ -38,8 +38,8 @@ class DifferentKey(JsonAnswer):
     """A key of the resolved recipes."""
 
     key: str
-    a: Any
-    b: Any
+    a: object
+    b: object
     changes_numbers: bool
     """Whether the key affects the rows, their order, losses, weights or the delivered model: without more, the sides are not equal."""
     affects: list[str]
@@ -199,15 +199,15 @@ def is_among(path: KeyPath, resolved: set[KeyPath]) -> bool:
     return any(path[: len(other)] == other or other[: len(path)] == path for other in resolved)
 
 
-def set_fields(value: Any) -> Any:
+def set_fields(value: object) -> object:
     """Return a value without the fields that are unset or empty, which a recipe does not write."""
     if isinstance(value, dict):
-        fields = {name: set_fields(each) for name, each in cast("dict[str, Any]", value).items()}
+        fields = {name: set_fields(each) for name, each in cast("dict[str, object]", value).items()}
         return {name: each for name, each in fields.items() if each is not None and each != {}}
-    return [set_fields(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+    return [set_fields(each) for each in cast("list[object]", value)] if isinstance(value, list) else value
 
 
-def setting_of(written: Mapping[str, object], path: KeyPath, value: Any) -> tuple[str, Any]:
+def setting_of(written: Mapping[str, object], path: KeyPath, value: object) -> tuple[str, object]:
     """Return the key and value that `--set` takes: of an entry of a list, the whole list of the document."""
     at = next((index for index, part in enumerate(path) if isinstance(part, int)), None)
     if at is None or value is None:
@@ -216,7 +216,7 @@ def setting_of(written: Mapping[str, object], path: KeyPath, value: Any) -> tupl
     return dotted(whole), set_fields(different_key(whole, value_at(written, whole), None).a)
 
 
-def yaml_value(value: Any) -> str:
+def yaml_value(value: object) -> str:
     """Return the text that `--set` reads as this value."""
     with suppress(yaml.YAMLError):
         if isinstance(value, str) and yaml.safe_load(value) == value:

@@ -117,7 +117,7 @@ class Side:
         self.steps_of_rows: list[list[Row]] = []
         self.start = ""  # model of the stages, once it is written
         self.complete: list[str] = []
-        self.chosen: dict[str, Any] = {}
+        self.chosen: dict[str, object] = {}
 
     def observe(self) -> Observation:
         self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
@@ -417,8 +417,8 @@ class Side:
     def _forward(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> None:
         """Run each row alone, without dropout."""
         model.eval()
-        logits_of: dict[str, Any] = {}
-        losses: dict[str, Any] = {}
+        logits_of: dict[str, object] = {}
+        losses: dict[str, object] = {}
         for row in rows:
             batch = self._batch(model, [row])
             with rows_known(model, batch), compute_context(recipe, "cpu"):
@@ -437,8 +437,8 @@ class Side:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         before = {name: parameter.detach().double().clone() for name, parameter in trained.items()}
         max_norm = float(training_value(recipe.training, "max_grad_norm") or 0.0)
-        losses, gradients = dict[str, Any](), dict[str, Any]()
-        clipping, updates = dict[str, Any](max_grad_norm=max_norm), dict[str, Any]()
+        losses, gradients = dict[str, object](), dict[str, object]()
+        clipping, updates = dict[str, object](max_grad_norm=max_norm), dict[str, object]()
         for number, rows in enumerate(steps, 1):
             loss = self._accumulate(recipe, model, rows)
             parameters = [parameter for parameter in trained.values() if parameter.grad is not None]
