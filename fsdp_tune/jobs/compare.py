@@ -90,15 +90,15 @@ class _Side:
     """Resolved."""
     run: RunDir | None = None
     imported: ImportedRecipe | None = None
-    options: dict[str, Any] | None = None
+    options: dict[str, object] | None = None
     """Those of the tool that computes this side."""
 
     @property
-    def written(self) -> dict[str, Any]:
+    def written(self) -> dict[str, object]:
         return self.loaded.recipe.model_dump(mode="json", by_alias=True)
 
     @property
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> dict[str, object]:
         return self.recipe.model_dump(mode="json", by_alias=True)
 
     @property

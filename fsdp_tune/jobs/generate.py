@@ -303,7 +303,7 @@ def read_prompts(path: str) -> list[AskedPrompt]:
     for file, row in source.read():
         is_line = bool(source.files) and source.files[file].kind == "text"
         if not isinstance(row, BadRow):
-            if is_line and not row[1]["text"].strip():
+            if is_line and not str(row[1]["text"]).strip():
                 continue
             try:
                 prompt = prompt_of_row(row[1], is_line=is_line)

@@ -318,7 +318,7 @@ class PlannedHere:
 
     recipe: Recipe
     hardware: Hardware
-    written: dict[str, Any]
+    written: dict[str, object]
     forced: dict[str, str]
     """Key → the value that `--num-gpus` forces, with the reason."""
 
@@ -396,7 +396,7 @@ _BATCH = ("training.global_batch_size", "training.per_device_train_batch_tokens"
 """Keys that the search resets and that `_settle_batch` keeps."""
 
 
-def recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], best: PlannedRecipe, why: Sequence[str]) -> str:
+def recipe_text(plans: PlanSession, path: Path, written: dict[str, object], best: PlannedRecipe, why: Sequence[str]) -> str:
     """Return the text of the file `path`. It begins with the comments `why`.
 
     `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if the text is not a recipe
@@ -410,17 +410,17 @@ def recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], best: P
     return "\n".join([*why, _predicted(planned), "", body])
 
 
-def recipe_body(base: Recipe, written: dict[str, Any], best: PlannedRecipe) -> str:
+def recipe_body(base: Recipe, written: dict[str, object], best: PlannedRecipe) -> str:
     """Return a ranked recipe as its user would write it, with the changed keys marked. `base` is the resolved recipe of the user."""
     changes = best.plan.recipe_changes
     document = _document(written, base, best.recipe, changes)
     return _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
 
 
-def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _document(written: Mapping[str, object], base: Recipe, best: Recipe, changes: Mapping[str, object]) -> dict[str, object]:
     """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
     document: dict[str, Any] = copy.deepcopy(dict(written))
-    sections = {section: cast("dict[str, Any]", keys) for section, keys in document.items() if isinstance(keys, dict)}
+    sections = {section: cast("dict[str, object]", keys) for section, keys in document.items() if isinstance(keys, dict)}
     for section, keys in sections.items():
         for name in list(keys):
             key = f"{section}.{name}"
@@ -440,7 +440,7 @@ def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: M
     return document
 
 
-def _settle_batch(training: dict[str, Any], best: Recipe) -> None:
+def _settle_batch(training: dict[str, object], best: Recipe) -> None:
     """Write the batch as the user did: by tokens, by the global batch, or by accumulation."""
     if training.get("per_device_train_batch_tokens") is not None:
         training.pop("per_device_train_batch_size", None)
@@ -468,7 +468,7 @@ def _predicted(planned: Plan) -> str:
     return f"{predicted}."
 
 
-def _marked(text: str, changes: Mapping[str, Any]) -> str:
+def _marked(text: str, changes: Mapping[str, object]) -> str:
     """Mark the lines of changed keys; keys of a section are indented by two."""
     lines: list[str] = []
     section = ""

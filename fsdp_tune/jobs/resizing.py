@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import host, versions, visible_devices
@@ -269,7 +268,7 @@ def _copy_files(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True)
 
 
-def recorded_devices() -> list[dict[str, Any]]:
+def recorded_devices() -> list[dict[str, object]]:
     """Return the visible devices of this machine for environment.json."""
     return [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
 

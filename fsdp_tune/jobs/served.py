@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.comparison.causes import DifferentKey, yaml_value
@@ -124,7 +124,7 @@ def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
     return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
 
 
-def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: tuple[str, str], ignored: Mapping[str, bool]) -> Cause:
+def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, object], sides: tuple[str, str], ignored: Mapping[str, bool]) -> Cause:
     """Return the cause of a difference that vanishes with the values of one side's `keys` in the other.
 
     `settings`: as `--set` takes them, None for a key that is not written. `sides`: whose values, and where. `ignored`: options of the kept
@@ -143,7 +143,7 @@ def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: 
     return Cause(keys, {}, is_shown=True, text=text, hint=hint)
 
 
-def cause_in_tool(tool: str, name: str, options: Mapping[str, Any], open_decisions: Sequence[str]) -> Cause:
+def cause_in_tool(tool: str, name: str, options: Mapping[str, object], open_decisions: Sequence[str]) -> Cause:
     """Return the cause of a difference from a configuration that no recipe shows: its `options` without which it vanishes, if any."""
     if not options:
         text = "; ".join([f"no key: {tool} computes this otherwise than the recipe that `import` makes of {name}", *open_decisions])

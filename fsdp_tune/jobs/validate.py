@@ -46,7 +46,7 @@ class ValidateAnswer(JsonAnswer):
     recipe: str
     """The file."""
     valid: bool
-    resolved: dict[str, Any]
+    resolved: dict[str, object]
     """The recipe with every key decided; empty if mistakes prevent that."""
     reasons: dict[str, str]
     """Key → why it has its value."""
@@ -71,7 +71,7 @@ class PrepareAnswer(JsonAnswer):
     train: str
     evals: dict[str, str]
     """Label → directory of the set."""
-    report: dict[str, Any]
+    report: dict[str, object]
     """The account of rows and tokens."""
 
 
