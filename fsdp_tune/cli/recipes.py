@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -289,9 +289,9 @@ def _list(screen: Screen, tokenizer: str | None) -> None:
         screen.table("chat templates (data.chat_template: NAME)", columns, rows)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, list):
-        return " ".join(map(str, cast("list[Any]", value)))
+        return " ".join(map(str, cast("list[object]", value)))
     return ("yes" if value else "") if isinstance(value, bool) else str(value)
 
 

@@ -42,7 +42,7 @@ Line = dict[str, Any]
 CARD_SAMPLES = 3
 
 
-def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str], seconds: float) -> list[tuple[str, str]]:
+def card(run: RunDir, facts: dict[str, object], next_commands: Sequence[str], seconds: float) -> list[tuple[str, str]]:
     """Return the rows of the card, each a label and a text. `facts` are those of rank 0's outcome; the rest is read from the run directory.
 
     `seconds`: since the start of the command.
@@ -91,7 +91,7 @@ def _time(seconds: float, steps: Sequence[Line]) -> str:
     return ", ".join([*parts, *([f"{format_seconds(seconds_in_steps(steps))} in the run's {last:,} steps"] if last else [])])
 
 
-def _tokens(facts: dict[str, Any], steps: Sequence[Line]) -> str:
+def _tokens(facts: dict[str, object], steps: Sequence[Line]) -> str:
     tokens = facts.get("tokens") or (steps[-1].get("tokens") if steps else None)
     return f"{tokens:,}" if tokens is not None else ""
 
@@ -282,7 +282,7 @@ class StepView:
         bar.estimate_by(lambda: self._left.seconds_left(self._at))
         bar.enter("starting the ranks")
 
-    def show(self, line: dict[str, Any]) -> None:
+    def show(self, line: dict[str, object]) -> None:
         """Show a line of metrics.jsonl: an event, a step or an evaluation."""
         self._left.add(line)
         if (event := read_event(line)) is not None:
@@ -292,7 +292,7 @@ class StepView:
         elif "eval_loss" in line:
             self._evaluated(line)
 
-    def _evaluated(self, line: dict[str, Any]) -> None:
+    def _evaluated(self, line: dict[str, object]) -> None:
         """Show an evaluation next to the bar, and print it with the loss of each set if there are several."""
         self._last_evaluation = f"eval loss {_number(line['eval_loss'], '.4f')}"
         if (value := number(line["eval_loss"])) is not None:
