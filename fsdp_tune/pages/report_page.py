@@ -147,7 +147,7 @@ def _parent(runs: Sequence[RunRecord]) -> str:
     return os.path.commonpath([run.run.path.absolute().parent for run in runs])
 
 
-def _step_chart(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def _step_chart(runs: Sequence[RunRecord]) -> dict[str, object]:
     """Return what a step of each run is made of, for one stacked chart: `bars` on the scale of the longest, and the parts of the legend."""
     bars = [(at, run.label, parts) for at, run in enumerate(runs) if (parts := step_parts(run))]
     longest = max((sum(part.seconds for part in parts) for _, _, parts in bars), default=1.0)
@@ -249,14 +249,14 @@ class LivePage(ThreadingTCPServer):
         """Return whether there is room for another connection."""
         return self._free.acquire(blocking=False)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread, whose end would make room
             self._free.release()
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: object) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
