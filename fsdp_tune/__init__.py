@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_tune.core.version import __version__ as __version__
 
@@ -74,7 +74,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a public name when it is first used: `import fsdp_tune` itself loads only the version."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fsdp_tune' has no attribute {name!r}")

@@ -25,7 +25,7 @@ DOCS_TESTS = "tests/structure/test_docs.py"
 OTHER_FILES = {
     "docs/": DOCS_TESTS,
     "README": DOCS_TESTS,
-    "configs/": "tests/recipe/test_loader_catalogue.py",
+    "configs/": "tests/recipe/test_catalogue.py",
     "pyproject.toml": "tests/structure/test_packaging.py",
 }
 """Start of a path outside the package and the tests → its tests."""

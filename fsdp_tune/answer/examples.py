@@ -333,8 +333,8 @@ class ReferenceAnswer:
     text: str
     messages: list[dict[str, Any]] | None
     """In the form of OpenAI's API; None for a prompt that is a text."""
-    tools: list[Any] | None
-    variables: dict[str, Any]
+    tools: list[object] | None
+    variables: dict[str, object]
     """Of the chat template."""
     answer_text: str
     lengths: list[int]

@@ -49,7 +49,7 @@ from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.kernels.varlen import attention_with_masks
 from fsdp_tune.recipe.schema.recipe import Recipe
 
-Emit = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, object]], None]
 REPLACEMENT = "\ufffd"
 """The character that an incomplete sequence of bytes decodes to."""
 
@@ -147,10 +147,10 @@ class Answerer:
     def _config(self, max_new_tokens: int) -> GenerationConfig:
         """Return what `generate` does, without what the model's generation_config.json adds: `self.model` has an empty one."""
         settings = self.settings
-        sampling: dict[str, Any] = {"do_sample": False}
+        sampling: dict[str, object] = {"do_sample": False}
         if settings.temperature > 0:
             sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
-        ends: dict[str, Any] = {"eos_token_id": list(self.end_ids), "pad_token_id": self.encoder.pad_id}
+        ends: dict[str, object] = {"eos_token_id": list(self.end_ids), "pad_token_id": self.encoder.pad_id}
         return GenerationConfig(max_new_tokens=max_new_tokens, **ends, **sampling)
 
     def text_of(self, ids: Sequence[int]) -> str:
@@ -196,7 +196,7 @@ class Answering:
             loaded, adapted = load_with_adapter(model, loading)
             ends = tuple(sorted({*prompts.end_ids, *end_ids_of(loaded)}))
             loaded.generation_config = GenerationConfig()  # `generate` takes from it what it is not given, such as penalties
-            contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [contextlib.nullcontext]
+            contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = [contextlib.nullcontext]
             if request.adapter_off and adapted is not None:
                 contexts.append(adapted.disable_adapter)
             found += [Answerer(loaded, context, encoder, request.settings, ends, stop) for context in contexts]
@@ -204,7 +204,7 @@ class Answering:
         emit({"format": asdict(described), "notices": [notice.as_dict() for notice in (*encoder.notices, *prompts.notices)]})
         return cls(prompts, tuple(found), stop)
 
-    def answer(self, prompts: Sequence[Sequence[dict[str, Any]]], emit: Emit) -> None:
+    def answer(self, prompts: Sequence[Sequence[dict[str, object]]], emit: Emit) -> None:
         """Answer a list of prompts, until SIGINT: for each a `Prompt` by model, since each model continues its own conversation."""
         self.stop.is_set = False
         encoded: list[list[list[int]]] = []
@@ -288,7 +288,7 @@ class Reference:
         return ReferenceAnswer(
             ids=prompt.ids,
             text=prompt.text,
-            messages=None if chat is None else [_sent(dict(message)) for message in chat.messages],
+            messages=None if chat is None else [_openai_message(dict(message)) for message in chat.messages],
             tools=None if chat is None else chat.tools,
             variables={} if chat is None else chat.variables,
             answer_text=answerer.text_of(own),
@@ -320,7 +320,7 @@ class Reference:
 
     def _values(self, ids: Sequence[int], last: int) -> torch.Tensor:
         """Return the log-probabilities after each of the last tokens, float32 [last, vocabulary]."""
-        model: Any = self._answerer.model
+        model = self._answerer.model
         row = torch.tensor([list(ids)], device=model.device)
         takes = inspect.signature(model.forward).parameters
         with self._answerer.context(), attention_with_masks(model.config):
@@ -354,10 +354,10 @@ class Reference:
         return found
 
 
-def _sent(message: dict[str, Any]) -> dict[str, Any]:
+def _openai_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message in the form of OpenAI's API, in which the arguments of a call are text."""
     kept = {name: message[name] for name in SENT_FIELDS if message.get(name) is not None}
-    calls: list[Any] = []
+    calls: list[object] = []
     for number, call in enumerate(kept.get("tool_calls", ())):
         function = call.get("function", call)
         given = function.get("arguments", {})
@@ -373,7 +373,7 @@ def main() -> None:
     stop = StopFlag()
     signal.signal(signal.SIGINT, lambda _number, _frame: setattr(stop, "is_set", True))
 
-    def emit(line: dict[str, Any]) -> None:
+    def emit(line: dict[str, object]) -> None:
         output.write(json.dumps(line) + "\n")
         output.flush()
 

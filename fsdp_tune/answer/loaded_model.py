@@ -75,7 +75,7 @@ def _published_names(model: PreTrainedModel, adapter: Path) -> dict[str, str] | 
 
 def _load(model: ModelToEvaluate, request: Request, trained_base: BaseModel | None) -> tuple[PreTrainedModel, set[str]]:
     """Return the model without its adapter, in the precision and with the configuration of the training, and its missing weights."""
-    options: dict[str, Any] = {"trust_remote_code": request.trust_remote_code, "local_files_only": not hub_is_reachable()}
+    options: dict[str, object] = {"trust_remote_code": request.trust_remote_code, "local_files_only": not hub_is_reachable()}
     options["revision"] = model.revision
     in_4_bits = trained_base is not None and trained_base.nf4_scales is not None
     try:

@@ -19,7 +19,7 @@ def run(request: TasksRequest) -> dict[str, CheckpointScore]:
     """Return the scores of each task by name: `task/metric`, of another filter than lm_eval's `none` `task/metric.filter`."""
     import lm_eval  # pyright: ignore[reportMissingImports]  of the extra `eval`
 
-    arguments: dict[str, Any] = {"pretrained": request.weights, "dtype": "auto", "trust_remote_code": request.trust_remote_code}
+    arguments: dict[str, object] = {"pretrained": request.weights, "dtype": "auto", "trust_remote_code": request.trust_remote_code}
     if request.adapter is not None:
         arguments["peft"] = request.adapter
     found: Any = lm_eval.simple_evaluate(

@@ -42,7 +42,7 @@ MAY_BE_EMPTY = ("--system",)
 class Commands(TyperGroup):
     """Prints usage errors like all other errors. Typer itself prints them as text, even with `--json`."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> object:
         arguments = list(extra.get("args") or sys.argv[1:])
         try:
             _refuse_empty_words(arguments)

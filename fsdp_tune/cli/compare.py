@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -240,7 +240,7 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.9g}"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 

@@ -106,7 +106,7 @@ def _size(size_bytes: int | None, none: str = "unknown") -> str:
     return none if size_bytes is None else format_bytes(size_bytes)
 
 
-def _build(torch: dict[str, Any]) -> str:
+def _build(torch: dict[str, object]) -> str:
     return f"ROCm {torch['hip']}" if torch["hip"] else f"CUDA {torch['cuda'] or 'no'}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -179,7 +179,7 @@ def describe_error(error: FigureError) -> str:
     return f"median error {error.median_percent:.1f} %, nine of ten below {error.p90_percent:.1f} % ({error.rows} published runs)"
 
 
-def describe_changes(changes: dict[str, Any]) -> str:
+def describe_changes(changes: dict[str, object]) -> str:
     """Describe changes, such as `FULL_SHARD, activation_checkpointing full`; the requested recipe has none."""
     if not changes:
         return "your recipe, unchanged"
@@ -329,7 +329,7 @@ def _show_other_trainings(screen: Terminal, plan: Plan) -> None:
         screen.table("adapters: another training, not another layout", head, rows, pipe_width=PIPE_WIDTH)
 
 
-def _as_yaml(changes: dict[str, Any]) -> str:
+def _as_yaml(changes: dict[str, object]) -> str:
     """Return keys as a recipe has them: `lora: {target_modules: all-linear}, fsdp: {offload_params: true}`."""
     sections: dict[str, list[str]] = {}
     for key, value in changes.items():

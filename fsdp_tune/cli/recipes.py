@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -35,7 +35,7 @@ def list_recipes(screen: Screen) -> None:
         fsdp-tune recipes list
     """
     from fsdp_tune.jobs.answers import RecipeLine, RecipesAnswer
-    from fsdp_tune.recipe.read.loader import catalogue, headline
+    from fsdp_tune.recipe.read.catalogue import catalogue, headline
 
     lines = [RecipeLine(name, headline(path), str(path)) for name, path in catalogue().items()]
     screen.document(RecipesAnswer(lines))
@@ -130,7 +130,7 @@ def write_new_recipe(
 
 def _read(name: str) -> tuple[Path, str]:
     from fsdp_tune.core.errors import usage_error
-    from fsdp_tune.recipe.read.loader import catalogue, find_recipe
+    from fsdp_tune.recipe.read.catalogue import catalogue, find_recipe
 
     path = catalogue().get(name)
     if path is None:
@@ -289,9 +289,9 @@ def _list(screen: Screen, tokenizer: str | None) -> None:
         screen.table("chat templates (data.chat_template: NAME)", columns, rows)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, list):
-        return " ".join(map(str, cast("list[Any]", value)))
+        return " ".join(map(str, cast("list[object]", value)))
     return ("yes" if value else "") if isinstance(value, bool) else str(value)
 
 

@@ -173,7 +173,7 @@ def _follow(screen: Screen, runs: Sequence[Path], port: int) -> None:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
-def _last(ends: dict[str, Any] | None) -> str:
+def _last(ends: dict[str, object] | None) -> str:
     return "" if ends is None else "not finite" if ends["last"] is None else f"{ends['last']:.4f}"
 
 
@@ -214,7 +214,7 @@ def evaluate(
 
 def show_evaluation(screen: Screen, found: Evaluation) -> None:
     """Print a line for each set and model, and the comparison."""
-    rows: list[list[Any]] = []
+    rows: list[list[object]] = []
     for label, result in found.sets.items():
         for name, estimate in ((found.model, result.metric), (found.base, result.base)):
             if estimate is not None:

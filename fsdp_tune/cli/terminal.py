@@ -95,7 +95,7 @@ class Terminal:
 
     def __init__(self, *, json_output: bool) -> None:
         self.json_output = json_output
-        self._document: dict[str, Any] = {}
+        self._document: dict[str, object] = {}
         self._notices: list[Notice] = []
         self._log: TerminalLog | None = None
         self._shown: list[str] = []
@@ -219,7 +219,7 @@ class Terminal:
 
     def ask(self, prompt: str) -> str | None:
         """Return a line of stdin without its end; None at the end of the input. A line that is not typed is printed after the prompt."""
-        stdin: Any = sys.stdin
+        stdin = sys.stdin
         if not self._has_asked and isinstance(stdin, io.TextIOWrapper):
             stdin.reconfigure(errors="replace")  # before the first read alone
         self._has_asked = True
@@ -357,7 +357,7 @@ class Terminal:
                 for number, part in enumerate(parts):
                     self.message(f"    {'' if number else name:<{name_width}}  {part}", wraps=False)
 
-    def document(self, value: JsonAnswer | dict[str, Any]) -> None:
+    def document(self, value: JsonAnswer | dict[str, object]) -> None:
         """Set the command's JSON document. A later failure adds its `errors` to it."""
         self._document = value.as_dict() if isinstance(value, JsonAnswer) else value
 

@@ -42,7 +42,7 @@ Line = dict[str, Any]
 CARD_SAMPLES = 3
 
 
-def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str], seconds: float) -> list[tuple[str, str]]:
+def card(run: RunDir, facts: dict[str, object], next_commands: Sequence[str], seconds: float) -> list[tuple[str, str]]:
     """Return the rows of the card, each a label and a text. `facts` are those of rank 0's outcome; the rest is read from the run directory.
 
     `seconds`: since the start of the command.
@@ -91,7 +91,7 @@ def _time(seconds: float, steps: Sequence[Line]) -> str:
     return ", ".join([*parts, *([f"{format_seconds(seconds_in_steps(steps))} in the run's {last:,} steps"] if last else [])])
 
 
-def _tokens(facts: dict[str, Any], steps: Sequence[Line]) -> str:
+def _tokens(facts: dict[str, object], steps: Sequence[Line]) -> str:
     tokens = facts.get("tokens") or (steps[-1].get("tokens") if steps else None)
     return f"{tokens:,}" if tokens is not None else ""
 
@@ -282,7 +282,8 @@ class StepView:
         bar.estimate_by(lambda: self._left.seconds_left(self._at))
         bar.enter("starting the ranks")
 
-    def show(self, line: dict[str, Any]) -> None:
+    def show(self, line: dict[str, object]) -> None:
+        """Show a line of metrics.jsonl: an event, a step or an evaluation."""
         self._left.add(line)
         if (event := read_event(line)) is not None:
             self._event(event)
@@ -290,19 +291,16 @@ class StepView:
             self._step(line)
         elif "eval_loss" in line:
             self._evaluated(line)
-            sets = [
-                f"{name.removeprefix('eval_').removesuffix('_loss')} {value:.4f}" for name, value in line.items() if _is_eval_of_a_set(name)
-            ]
-            self._screen.message(
-                f"step {line['step']}: eval loss {_number(line['eval_loss'], '.4f')}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
-            )
 
-    def _evaluated(self, line: dict[str, Any]) -> None:
+    def _evaluated(self, line: dict[str, object]) -> None:
+        """Show an evaluation next to the bar, and print it with the loss of each set if there are several."""
         self._last_evaluation = f"eval loss {_number(line['eval_loss'], '.4f')}"
         if (value := number(line["eval_loss"])) is not None:
             self._evaluations.append(value)
         self._detail = self._beside_the_bar()
         self._bar.at(self._at, self._detail, self._losses)
+        sets = [f"{name.removeprefix('eval_').removesuffix('_loss')} {each:.4f}" for name, each in line.items() if _is_eval_of_a_set(name)]
+        self._screen.message(f"step {line['step']}: {self._last_evaluation}" + (f" ({', '.join(sets)})" if len(sets) > 1 else ""))
 
     def _beside_the_bar(self) -> str:
         """Return the loss, and last, best and trend of the evaluation loss."""

@@ -48,7 +48,7 @@ MOST_ENTRIES = 2000
 
 def complete_recipes(incomplete: str) -> list[str]:
     """Names of the catalogue, and YAML files."""
-    from fsdp_tune.recipe.read.loader import catalogue
+    from fsdp_tune.recipe.read.catalogue import catalogue
 
     return [*(name for name in catalogue() if name.startswith(incomplete)), *_matching_paths(incomplete, _is_yaml)]
 
@@ -275,7 +275,7 @@ class Screen(Terminal, Observer):
         with bar:
             yield
 
-    def metrics(self, line: dict[str, Any]) -> None:
+    def metrics(self, line: dict[str, object]) -> None:
         if self._steps is not None:
             self._steps.show(line)
 
@@ -338,7 +338,7 @@ def _is_text(word: str) -> bool:
 
 Typed = Mapping[str, Any]
 """Parameter of the command line → what was typed."""
-Made = tuple[list[inspect.Parameter], Callable[[Typed], Any]]
+Made = tuple[list[inspect.Parameter], Callable[[Typed], object]]
 """Parameters of the command line for one argument of a function, and what makes the argument of their values."""
 JSON = Option("Print exactly one JSON document on stdout, on failure too; everything else goes to stderr.", flags=("--json",))
 
@@ -353,7 +353,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     made = {each.name: _argument(each.name, hints[each.name], each.default) for each in parameters}
     json_parameters, _ = _option("json_output", bool, JSON, False)
 
-    def run(*, json_output: bool, **typed: Any) -> None:
+    def run(*, json_output: bool, **typed: object) -> None:
         with command(json_output) as screen:
             function(screen, **{name: make(typed) for name, (_, make) in made.items()})
 
@@ -363,7 +363,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _argument(name: str, hint: Any, default: Any) -> Made:
+def _argument(name: str, hint: object, default: object) -> Made:
     kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     option = next((each for each in extras if isinstance(each, Option)), None)
     if option is not None:
@@ -379,14 +379,14 @@ def _argument(name: str, hint: Any, default: Any) -> Made:
         if (get_origin(hints[each.name]) is Annotated or is_dataclass(hints[each.name])) and (names is None or each.name in names)
     }
 
-    def make(typed: Typed) -> Any:
+    def make(typed: Typed) -> object:
         values = {name: make_field(typed) for name, (_, make_field) in inner.items()}
         return group(**values) if kind is group else {name: value for name, value in values.items() if value is not None}
 
     return [parameter for own, _ in inner.values() for parameter in own], make
 
 
-def _option(name: str, kind: Any, option: Option, default: Any) -> Made:
+def _option(name: str, kind: Any, option: Option, default: object) -> Made:
     is_required = default in (MISSING, inspect.Parameter.empty)
     is_repeatable = get_origin(kind) in (Sequence, tuple, list)
     if option.read is not None:
@@ -406,7 +406,7 @@ def _option(name: str, kind: Any, option: Option, default: Any) -> Made:
         autocompletion=COMPLETERS.get(option.metavar or ""),
     )
 
-    def make(typed: Typed) -> Any:
+    def make(typed: Typed) -> object:
         value = typed[name]
         if option.read is not None:
             return default if value in (None, False, []) else option.read(value)

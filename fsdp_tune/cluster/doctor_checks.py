@@ -113,7 +113,7 @@ class HealthCheck(JsonAnswer):
     """What to do; null for `ok`."""
 
 
-def differences(values: Sequence[Mapping[str, str | None]], labels: Sequence[str] | None = None) -> list[str]:
+def differences_of_ranks(values: Sequence[Mapping[str, str | None]], labels: Sequence[str] | None = None) -> list[str]:
     """Describe each value that differs from that of rank 0. `labels` name the owners, by default `rank N`."""
     labels = labels or [f"rank {rank}" for rank in range(len(values))]
     first = values[0]
@@ -148,7 +148,7 @@ def _check(name: str, found: Sequence[str], good: str, fix: str, state: State = 
 
 
 def _versions(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck:  # noqa: ARG001  all judges have one signature
-    found = differences([each.versions for each in facts], [each.label for each in facts])
+    found = differences_of_ranks([each.versions for each in facts], [each.label for each in facts])
     known = facts[0].versions
     good = f"torch {known.get('torch')}, transformers {known.get('transformers')} on every rank"
     return _check("versions", found, good, "install the same packages on every machine")
@@ -266,11 +266,12 @@ def _rename(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | No
 
 
 def _locks(facts: Sequence[RankHealth], needs: HealthNeeds) -> HealthCheck | None:
+    """Judge whether a second command can be excluded; locks need not be shared by machines that have their own directories."""
     if any(each.output.error for each in facts):
         return None
-    words = {"missing": "has no locks", "not shared": "does not share locks between machines"}
-    if needs.own_directories > 1:
-        del words["not shared"]
+    words = {"missing": "has no locks"}
+    if needs.own_directories <= 1:
+        words["not shared"] = "does not share locks between machines"
     found = [f"the file system of {each.output.directory} {words[each.output.lock]}" for each in facts if each.output.lock in words]
     if not found and all(each.output.lock == "untested" for each in facts):
         return HealthCheck(

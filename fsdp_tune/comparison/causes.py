@@ -7,19 +7,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import yaml
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.secrets import mask_text, masked
 from fsdp_tune.core.values import json_list, json_object
-from fsdp_tune.recipe.schema.keys import dotted, effect_of
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.kinds import Affects
 from fsdp_tune.recipe.schema.reference import describe_key, described_names, passed_defaults
 from fsdp_tune.recipe.schema.training_fields import CHOOSING
 
-Path = tuple[str | int, ...]
 _ENVIRONMENT = ("launch", "env")
 _INDEX = re.compile(r"\[\d+\]")
 _AFFECTS = {
@@ -38,8 +38,8 @@ class DifferentKey(JsonAnswer):
     """A key of the resolved recipes."""
 
     key: str
-    a: Any
-    b: Any
+    a: object
+    b: object
     changes_numbers: bool
     """Whether the key affects the rows, their order, losses, weights or the delivered model: without more, the sides are not equal."""
     affects: list[str]
@@ -47,7 +47,7 @@ class DifferentKey(JsonAnswer):
     """As docs/reference/recipe.yaml describes the key."""
 
 
-def different_paths(a: object, b: object, path: Path = ()) -> Iterator[Path]:
+def different_paths(a: object, b: object, path: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the paths at which two documents differ; a list whose length differs is one value."""
     if isinstance(a, dict) and isinstance(b, dict):
         one, other = json_object(a), json_object(b)
@@ -67,14 +67,14 @@ def with_passed_defaults(document: Mapping[str, object]) -> dict[str, object]:
     return {**document, "training": {**written, **defaults}}
 
 
-def value_at(document: object, path: Path) -> object:
+def value_at(document: object, path: KeyPath) -> object:
     """Return the value at a path; None if there is none."""
     for part in path:
         document = json_object(document).get(part) if isinstance(part, str) else next(iter(json_list(document)[part : part + 1]), None)
     return document
 
 
-def with_values(document: Mapping[str, object], source: Mapping[str, object], paths: Sequence[Path]) -> dict[str, object]:
+def with_values(document: Mapping[str, object], source: Mapping[str, object], paths: Sequence[KeyPath]) -> dict[str, object]:
     """Return a copy of a document with the values of another one at some paths; a key that the other lacks is removed."""
     made: dict[str, object] = json.loads(json.dumps(document))
     for path in paths:
@@ -92,13 +92,13 @@ def with_values(document: Mapping[str, object], source: Mapping[str, object], pa
 
 
 def option_paths(
-    paths: Sequence[Path], rows: Iterable[tuple[Path, Sequence[Path]]], documents: Sequence[Mapping[str, object]]
-) -> list[Path]:
+    paths: Sequence[KeyPath], rows: Iterable[tuple[KeyPath, Sequence[KeyPath]]], documents: Sequence[Mapping[str, object]]
+) -> list[KeyPath]:
     """Return the options of a tool from which keys of a recipe come, as far as all `documents` have what holds them.
 
     `rows`: a path of the options, and the keys of the recipe that it gives values.
     """
-    found: dict[Path, None] = {}
+    found: dict[KeyPath, None] = {}
     for option, targets in rows:
         if any(target[: len(path)] == path or path[: len(target)] == target for target in targets for path in paths):
             while len(option) > 1 and not all(isinstance(value_at(each, option[:-1]), dict | list) for each in documents):
@@ -107,7 +107,7 @@ def option_paths(
     return [path for path in found if not any(path[:length] in found for length in range(1, len(path)))]
 
 
-def affects_of(path: Path) -> Affects:
+def affects_of(path: KeyPath) -> Affects:
     return effect_of(_INDEX.sub("", dotted(path))).affects
 
 
@@ -121,7 +121,7 @@ def rounds_otherwise(name: str) -> bool:
     return bool(effect_of(_INDEX.sub("", name)).affects & (Affects.MEMORY | Affects.TIME))
 
 
-def changes_numbers(path: Path, *, chooses_by_evaluation: bool = True) -> bool:
+def changes_numbers(path: KeyPath, *, chooses_by_evaluation: bool = True) -> bool:
     """Return whether a key changes rows, numbers or the delivered model. `chooses_by_evaluation`: of one of the sides."""
     name = _INDEX.sub("", dotted(path))
     is_choosing = name in CHOOSING or path[0] == "evaluation"
@@ -130,7 +130,7 @@ def changes_numbers(path: Path, *, chooses_by_evaluation: bool = True) -> bool:
     return bool(affects_of(path) & (Affects.DATA | Affects.NUMBERS | Affects.RESULT))
 
 
-def different_key(path: Path, a: object, b: object, *, chooses_by_evaluation: bool = True) -> DifferentKey:
+def different_key(path: KeyPath, a: object, b: object, *, chooses_by_evaluation: bool = True) -> DifferentKey:
     """Describe a key that differs, with secrets masked. `chooses_by_evaluation`: see `changes_numbers`."""
     name = _INDEX.sub("", dotted(path))
     affects = affects_of(path)
@@ -150,7 +150,7 @@ def _or_default(name: str, value: object) -> object:
     return passed_defaults().get(name.removeprefix("training.")) if value is None and name.startswith("training.") else value
 
 
-def _safe(path: Path, value: object) -> object:
+def _safe(path: KeyPath, value: object) -> object:
     if path[:2] == _ENVIRONMENT and isinstance(value, str):
         return masked(str(path[-1]), value)
     if isinstance(value, dict):
@@ -160,7 +160,7 @@ def _safe(path: Path, value: object) -> object:
     return mask_text(value) if isinstance(value, str) else value
 
 
-def causing(candidates: Sequence[Path], vanishes: Callable[[Sequence[Path]], bool]) -> tuple[Path, ...]:
+def causing(candidates: Sequence[KeyPath], vanishes: Callable[[Sequence[KeyPath]], bool]) -> tuple[KeyPath, ...]:
     """Return a smallest set of keys whose values, taken over from A, make a difference vanish in B; () if all of them do not.
 
     `vanishes` computes B again with A's values of some keys. First each key alone, then all of them, reduced one by one: no key of the
@@ -179,7 +179,7 @@ def causing(candidates: Sequence[Path], vanishes: Callable[[Sequence[Path]], boo
     return tuple(needed)
 
 
-def by_likelihood(paths: Sequence[Path], *, is_data_stage: bool) -> list[Path]:
+def by_likelihood(paths: Sequence[KeyPath], *, is_data_stage: bool) -> list[KeyPath]:
     """Return candidates with those first that affect what the stage shows; keys that change nothing are left out.
 
     How a step is divided among ranks may change how many rows it has, but no number of the same rows.
@@ -194,20 +194,20 @@ def is_named(key: str, causes: set[str]) -> bool:
     return any(key == each or key.startswith((f"{each}.", f"{each}[")) or each.startswith((f"{key}.", f"{key}[")) for each in causes)
 
 
-def is_among(path: Path, resolved: set[Path]) -> bool:
+def is_among(path: KeyPath, resolved: set[KeyPath]) -> bool:
     """Return whether a written key, or one below or above it, differs in the resolved recipes too."""
     return any(path[: len(other)] == other or other[: len(path)] == path for other in resolved)
 
 
-def set_fields(value: Any) -> Any:
+def set_fields(value: object) -> object:
     """Return a value without the fields that are unset or empty, which a recipe does not write."""
     if isinstance(value, dict):
-        fields = {name: set_fields(each) for name, each in cast("dict[str, Any]", value).items()}
+        fields = {name: set_fields(each) for name, each in cast("dict[str, object]", value).items()}
         return {name: each for name, each in fields.items() if each is not None and each != {}}
-    return [set_fields(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+    return [set_fields(each) for each in cast("list[object]", value)] if isinstance(value, list) else value
 
 
-def setting_of(written: Mapping[str, object], path: Path, value: Any) -> tuple[str, Any]:
+def setting_of(written: Mapping[str, object], path: KeyPath, value: object) -> tuple[str, object]:
     """Return the key and value that `--set` takes: of an entry of a list, the whole list of the document."""
     at = next((index for index, part in enumerate(path) if isinstance(part, int)), None)
     if at is None or value is None:
@@ -216,7 +216,7 @@ def setting_of(written: Mapping[str, object], path: Path, value: Any) -> tuple[s
     return dotted(whole), set_fields(different_key(whole, value_at(written, whole), None).a)
 
 
-def yaml_value(value: Any) -> str:
+def yaml_value(value: object) -> str:
     """Return the text that `--set` reads as this value."""
     with suppress(yaml.YAMLError):
         if isinstance(value, str) and yaml.safe_load(value) == value:

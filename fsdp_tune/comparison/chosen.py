@@ -5,8 +5,6 @@ The stages are computed with a small model, in which a pattern may match other p
 
 from __future__ import annotations
 
-from typing import Any
-
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty, model_config
 from fsdp_tune.model.optim.optimizer import options_by_parameter
@@ -14,10 +12,10 @@ from fsdp_tune.model.shard.local import decayed_names
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 
-def chosen_parameters(recipe: Recipe) -> dict[str, dict[str, Any]]:
+def chosen_parameters(recipe: Recipe) -> dict[str, object]:
     """Return the options of each trained parameter by name, without memory for weights; {} if the model cannot be built."""
     try:
         model = build_empty(recipe, model_config(recipe))
     except FsdpTuneError:  # then no key is shown to make no difference
         return {}
-    return options_by_parameter(recipe, model, decayed_names(model))
+    return {**options_by_parameter(recipe, model, decayed_names(model))}

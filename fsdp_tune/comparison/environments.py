@@ -18,7 +18,6 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -317,7 +316,7 @@ _OFF_IN_TRL = (
     *("do_eval", "push_to_hub", "use_liger_kernel", "use_liger", "gradient_checkpointing", "activation_offloading", "torch_compile"),
     *("load_best_model_at_end", "dataloader_drop_last", "shuffle_dataset", "dataset_streaming"),
 )
-_SETTINGS_OF_TRL: dict[str, Any] = {
+_SETTINGS_OF_TRL: dict[str, object] = {
     **dict.fromkeys(_OFF_IN_TRL, False),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), "no"),
     "report_to": "none",
@@ -325,7 +324,7 @@ _SETTINGS_OF_TRL: dict[str, Any] = {
     "disable_tqdm": True,
     "dataloader_num_workers": 0,
 }
-_SETTINGS_OF_AXOLOTL: dict[str, Any] = {
+_SETTINGS_OF_AXOLOTL: dict[str, object] = {
     **dict.fromkeys(("use_wandb", "use_mlflow", "use_comet", "gradient_checkpointing", "torch_compile", "tf32"), False),
     **dict.fromkeys(("activation_offloading", "shuffle_merged_datasets", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False),
     **dict.fromkeys(("dataset_num_proc", "val_set_size", "dataloader_num_workers"), 0),
@@ -338,7 +337,7 @@ SETTINGS = {"TRL": _SETTINGS_OF_TRL, "axolotl": _SETTINGS_OF_AXOLOTL}
 class ToolChild:
     """The process that computes one side with the tool of its configuration. It starts with the first request."""
 
-    def __init__(self, python: str, tool: str, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, python: str, tool: str, inputs: Mapping[str, object]) -> None:
         """`inputs`: rows, model and sizes, the same for all requests."""
         self._python, self._tool, self._inputs = python, tool, {**inputs, "settings": SETTINGS[tool]}
         self._child: JsonChild | None = None
@@ -348,7 +347,7 @@ class ToolChild:
         if self._child is not None:
             self._child.close()
 
-    def observe(self, values: Mapping[str, Any], until: str) -> Observation:
+    def observe(self, values: Mapping[str, object], until: str) -> Observation:
         """Compute the options of a configuration up to a stage or beyond. Raises: failed error if the process ended."""
         values = {name: value for name, value in values.items() if name not in NOT_SENT[self._tool]}
         key = json.dumps(values, sort_keys=True, default=str)
@@ -363,7 +362,7 @@ class ToolChild:
             self._child = JsonChild((self._python, *TOOL_SIDE), _variables() | variables)
         return self._child
 
-    def _computed(self, values: Mapping[str, Any], until: str) -> Observation:
+    def _computed(self, values: Mapping[str, object], until: str) -> Observation:
         child = self.started()
         request = {"tool": self._tool, "values": values, "until": list(stages_until(until)), **self._inputs}
         child.send(json.dumps(request, default=str))

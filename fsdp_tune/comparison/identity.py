@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from fsdp_tune.comparison.causes import Path as KeyPath
 from fsdp_tune.comparison.causes import value_at
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.schema.recipe import DataSource
 from fsdp_tune.run.base_model import identify_weights
 
@@ -49,7 +48,7 @@ def digest_of_model(name: object) -> str | None:
     return found.hexdigest()
 
 
-def _digest_of_source(source: Any, digests: FileDigests) -> list[str] | None:
+def _digest_of_source(source: object, digests: FileDigests) -> list[str] | None:
     """Return digests of the files of a source, those of a directory in their order; None if they cannot be read here."""
     try:
         entry = DataSource.model_validate(source)
@@ -60,5 +59,5 @@ def _digest_of_source(source: Any, digests: FileDigests) -> list[str] | None:
         return None
 
 
-def _same(found: list[Any]) -> bool:
+def _same(found: list[object]) -> bool:
     return found[0] is not None and found[0] == found[1]

@@ -117,7 +117,7 @@ class Side:
         self.steps_of_rows: list[list[Row]] = []
         self.start = ""  # model of the stages, once it is written
         self.complete: list[str] = []
-        self.chosen: dict[str, Any] = {}
+        self.chosen: dict[str, object] = {}
 
     def observe(self) -> Observation:
         self._attempt(self._data, [name for name in self.wanted if name in DATA_STAGES])
@@ -165,7 +165,7 @@ class Side:
         order: dict[str, list[str]] = {}
         items: dict[str, int] = {}
         for step in range(1, ORDERED_STEPS + 1):
-            order[f"step {step}"] = [keys[store.pieces(index)[0][0]] for index in of_rows.batch_after(step - 1).tolist()]
+            order[f"step {step}"] = [keys[store.pieces(index)[0].example] for index in of_rows.batch_after(step - 1).tolist()]
             found = [store[index] for index in walked.batch_after(step - 1).tolist()]
             items[f"step {step}"] = sum(int(supervised_tokens(torch.from_numpy(row.labels))) for row in found)
             self.steps_of_rows.append(found[:MODEL_ROWS])
@@ -189,7 +189,7 @@ class Side:
             self.left_out.append(f"steps as large as the recipe's {size:,} sequences: {len(store)} rows were read")
 
     def _complete_data(self, accounts: Sequence[InputAccount], keys: Sequence[str], store: RowStore, rows: RowOrder) -> None:
-        """Add the order of all steps, and name the stages that are those of the whole run: all training rows were read."""
+        """Name the stages that cover the full run, whose training rows were all read, and add the order of its later steps."""
         if self.recipe.data.streaming:
             return
         self.complete.append("rows")
@@ -200,7 +200,7 @@ class Side:
             return
         self.complete.append("order")
         for step in range(ORDERED_STEPS + 1, steps + 1):
-            found = [keys[store.pieces(index)[0][0]] for index in rows.batch_after(step - 1).tolist()]
+            found = [keys[store.pieces(index)[0].example] for index in rows.batch_after(step - 1).tolist()]
             self.stages["order"].values[f"step {step}"] = found
 
     def _total_steps(self) -> tuple[int, bool]:
@@ -258,7 +258,7 @@ class Side:
         counts: dict[tuple[str, int], int] = {}
         keys: list[str] = []
         for index in range(store.example_count):
-            origin = store.example(index)[2]
+            origin = store.example(index).origin
             counts[origin] = counts.get(origin, 0) + 1
             keys.append(f"{store.files.index(origin[0])}:{origin[1]}:{counts[origin]}")
         return keys
@@ -417,8 +417,8 @@ class Side:
     def _forward(self, recipe: Recipe, model: PreTrainedModel, rows: Sequence[Row]) -> None:
         """Run each row alone, without dropout."""
         model.eval()
-        logits_of: dict[str, Any] = {}
-        losses: dict[str, Any] = {}
+        logits_of: dict[str, object] = {}
+        losses: dict[str, object] = {}
         for row in rows:
             batch = self._batch(model, [row])
             with rows_known(model, batch), compute_context(recipe, "cpu"):
@@ -437,8 +437,8 @@ class Side:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         before = {name: parameter.detach().double().clone() for name, parameter in trained.items()}
         max_norm = float(training_value(recipe.training, "max_grad_norm") or 0.0)
-        losses, gradients = dict[str, Any](), dict[str, Any]()
-        clipping, updates = dict[str, Any](max_grad_norm=max_norm), dict[str, Any]()
+        losses, gradients = dict[str, object](), dict[str, object]()
+        clipping, updates = dict[str, object](max_grad_norm=max_norm), dict[str, object]()
         for number, rows in enumerate(steps, 1):
             loss = self._accumulate(recipe, model, rows)
             parameters = [parameter for parameter in trained.values() if parameter.grad is not None]

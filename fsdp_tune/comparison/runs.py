@@ -137,9 +137,9 @@ def compare_digests(name: str, a: str | None, b: str | None, file: str) -> Compa
     return ComparedStage(name, title, "different", None, StageDifference(f"digest in {file}", a, b), 1, 1)
 
 
-def _joined(lines: Sequence[Line], shared: Sequence[int], every: int) -> dict[int, dict[str, Any]]:
+def _joined(lines: Sequence[Line], shared: Sequence[int], every: int) -> dict[int, dict[str, object]]:
     """Return for each shared step the fields of all steps since the shared step before it; without those that cannot be known."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, object]] = {}
     ends, part, before, is_whole = set(shared), list[Line](), 0, True
     for line in lines:
         step = int(line["step"])
@@ -152,10 +152,10 @@ def _joined(lines: Sequence[Line], shared: Sequence[int], every: int) -> dict[in
     return found
 
 
-def _join(part: Sequence[Line], *, is_whole: bool) -> dict[str, Any]:
+def _join(part: Sequence[Line], *, is_whole: bool) -> dict[str, object]:
     if len(part) == 1 and is_whole:
         return dict(part[0])
-    point = {name: part[-1][name] for name in POINTS if name in part[-1]}
+    point: dict[str, object] = {name: part[-1][name] for name in POINTS if name in part[-1]}
     counts = [line.get("supervised_tokens") for line in part]
     losses = [_finite(line.get("loss")) for line in part]
     if not is_whole or not all(type(count) is int for count in counts):
@@ -242,8 +242,8 @@ def _finite(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _difference(step: int, name: str, a: Any, b: Any) -> DifferentStep | None:
-    """Return the difference of two values; None if they are bitwise equal."""
+def _difference(step: int, name: str, a: object, b: object) -> DifferentStep | None:
+    """Return the difference of two values of a field; None if they are equal. NaN, infinity and other types have no number."""
     if a == b:
         return None
     one, other = _finite(a), _finite(b)

@@ -253,7 +253,7 @@ def quoted(text: str) -> str:
 # ---- Log-probabilities
 
 
-def differences(answer: ServedAnswer | None, score: ScoredTokens | None, half: ScoredTokens | None = None) -> _Differences | None:
+def logprob_differences(answer: ServedAnswer | None, score: ScoredTokens | None, half: ScoredTokens | None = None) -> _Differences | None:
     """Return the differences of the tokens that were identified; None if there are none. `half`: the score in the server's dtype."""
     if answer is None or score is None:
         return None
@@ -280,7 +280,7 @@ def _logprobs(name: str, exchanges: Sequence[Exchange], tolerance: float, left_o
     for each in exchanges:
         answer, score, half = (each.same, each.same_score, each.half_same_score) if is_same else (each.answer, each.score, each.half_score)
         unknown += 0 if answer is None else len(answer.tokens) - (len(score.tokens) if score is not None else 0)
-        if (found := differences(answer, score, half)) is None or not len(found.known):
+        if (found := logprob_differences(answer, score, half)) is None or not len(found.known):
             continue
         every.append(found.known)
         rounded += [found.rounding] if found.rounding is not None else []
@@ -357,7 +357,7 @@ def is_near(exchanges: Sequence[Exchange]) -> bool:
     """Return whether the server's log-probabilities are as near to A's as those of another dtype may be."""
     same = any(each.same is not None for each in exchanges)
     pairs = [(each.same, each.same_score) if same else (each.answer, each.score) for each in exchanges]
-    found = [found.known for answer, score in pairs if (found := differences(answer, score)) is not None and len(found.known)]
+    found = [found.known for answer, score in pairs if (found := logprob_differences(answer, score)) is not None and len(found.known)]
     return bool(found) and float(np.concatenate(found).mean()) < FAR
 
 
@@ -374,7 +374,7 @@ def answer_difference(each: Exchange, special: ReferenceTokens, tolerance: float
 
 def _answer_difference(each: Exchange, special: ReferenceTokens, tolerance: float) -> tuple[Found | None, bool]:
     """Return the first difference, and whether the answers part at a near tie: as near as the log-probabilities of the answer differ."""
-    found = differences(each.answer, each.score)
+    found = logprob_differences(each.answer, each.score)
     is_known = found is not None and len(found.known) > 0
     limit = max(IN_FP32, ROUNDED * float(found.known.max())) if found is not None and is_known else tolerance
     if each.score is not None and each.score.tokens:
@@ -428,7 +428,7 @@ def numbers_of(exchanges: Sequence[Exchange], server: str, model: str, stored_ty
     """Return the differences over all prompts."""
     has_same = any(each.same is not None and each.same_score is not None for each in exchanges)
     pairs = [(each.same, each.same_score) if has_same else (each.answer, each.score) for each in exchanges]
-    found = [differences(answer, score) for answer, score in pairs]
+    found = [logprob_differences(answer, score) for answer, score in pairs]
     values = [each.values[~np.isnan(each.values)] for each in found if each is not None]
     pooled = np.concatenate(values) if values else np.zeros(0)
     return ServedNumbers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from fsdp_tune.comparison.served import (
     Exchange,
     Found,
     answer_difference,
-    differences,
+    logprob_differences,
     quoted,
     scale_of,
     shared_length,
@@ -113,7 +114,7 @@ def _shift(pairs: Sequence[Pair], tolerance: float) -> int | None:
 
     Either the numbers stand next to other tokens, of the prompt or of the answer, or they are computed from the logits of another position.
     """
-    lists = [found for _, answer, score in pairs if (found := differences(answer, score)) is not None]
+    lists = [found for _, answer, score in pairs if (found := logprob_differences(answer, score)) is not None]
     parts = [(found.theirs[part], found.ours[part]) for found in lists for part in found.parts()]
     parts = [(theirs, ours) for theirs, ours in parts if not _are_close(theirs, ours, tolerance)]
     for by in (1, -1):
@@ -141,9 +142,18 @@ def _are_close(theirs: Sequence[float], ours: Sequence[float], tolerance: float)
     return not len(known) or bool(known.mean() <= tolerance and known.max() <= OF_ONE_TOKEN * tolerance)
 
 
-def _tops(pairs: Sequence[Pair]) -> Iterator[tuple[set[int], set[int], list[tuple[int, float]]]]:
-    """Yield for each position the tokens of the answer before it, those of the prompt, and (token, server's minus A's) of the most
-    probable ones."""
+class _Position(NamedTuple):
+    """The most probable tokens at a position of an answer, as the server and A compute them."""
+
+    answered: set[int]
+    """Tokens of the answer before the position."""
+    prompt: set[int]
+    offsets: list[tuple[int, float]]
+    """(token, the server's log-probability minus A's)."""
+
+
+def _compared_positions(pairs: Sequence[Pair]) -> Iterator[_Position]:
+    """Yield the positions at which both sides have several of the most probable tokens."""
     for each, answer, score in pairs:
         for at, (token, own) in enumerate(zip(answer.tokens, score.top, strict=False)):
             both = [
@@ -152,12 +162,12 @@ def _tops(pairs: Sequence[Pair]) -> Iterator[tuple[set[int], set[int], list[tupl
                 if one.id is not None and value is not None and math.isfinite(one.logprob)
             ]
             if len(both) > 1:
-                yield set(score.tokens[:at]), set(each.ids), both
+                yield _Position(set(score.tokens[:at]), set(each.ids), both)
 
 
 def _are_renormalised(pairs: Sequence[Pair], tolerance: float) -> bool:
     """Return whether the differences are one constant for all tokens of a position, never negative."""
-    offs = [np.array([off for _, off in both]) for _, _, both in _tops(pairs)]
+    offs = [np.array([off for _, off in position.offsets]) for position in _compared_positions(pairs)]
     if len(offs) < LEAST_TOKENS:
         return False
     constants = np.array([off.mean() for off in offs])
@@ -168,14 +178,14 @@ def _are_renormalised(pairs: Sequence[Pair], tolerance: float) -> bool:
 def _penalty(pairs: Sequence[Pair], tolerance: float, *, of_prompt: bool) -> tuple[float, float] | None:
     """Return the least and the largest amount by which tokens that occurred before are less probable; None if others differ too."""
     amounts: list[float] = []
-    for answer, prompt, both in _tops(pairs):
-        before = answer | prompt if of_prompt else answer
-        others = [off for token, off in both if token not in before]
+    for position in _compared_positions(pairs):
+        before = position.answered | position.prompt if of_prompt else position.answered
+        others = [off for token, off in position.offsets if token not in before]
         if not others:
             continue
         if np.ptp(others) > OF_ONE_TOKEN * tolerance:
             return None
-        amounts += [float(np.median(others)) - off for token, off in both if token in before]
+        amounts += [float(np.median(others)) - off for token, off in position.offsets if token in before]
     return (min(amounts), max(amounts)) if len(amounts) >= LEAST_TOKENS and min(amounts) > tolerance else None
 
 
@@ -279,7 +289,7 @@ def begun_otherwise(each: Exchange, special: ReferenceTokens) -> list[int] | Non
 
 def _begun(exchanges: Sequence[Exchange], special: ReferenceTokens, tolerance: float) -> str | None:
     """Return how the server's prompts begin, if A's log-probabilities after such prompts are the server's."""
-    found = [differences(each.answer, each.begun_score) for each in exchanges]
+    found = [logprob_differences(each.answer, each.begun_score) for each in exchanges]
     if not found or any(each is None or not len(each.known) or each.first(tolerance) is not None for each in found):
         return None
     if (exchanges[0].answer.prompt_tokens or 0) < len(exchanges[0].ids):

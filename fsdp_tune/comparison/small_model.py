@@ -10,14 +10,14 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from fsdp_tune.core import families
 from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.recipe.read.loader import architecture
+from fsdp_tune.recipe.read.catalogue import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.rehearsal.scale_down import map_layer_patterns
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.written_files import model_files
 
 
-def raw_config(recipe: Recipe) -> dict[str, Any]:
+def raw_config(recipe: Recipe) -> dict[str, object]:
     """Return config.json as its file has it: two versions of transformers read the same. Raises: OSError, ValueError."""
     source = recipe.model.from_config
     if isinstance(source, dict):
@@ -29,7 +29,7 @@ def raw_config(recipe: Recipe) -> dict[str, Any]:
     run = run_of(Path(name))
     try:
         local_only = not (Path(name).exists() or hub_is_reachable())
-        options: dict[str, Any] = {"revision": recipe.model.revision, "local_files_only": local_only}
+        options: dict[str, object] = {"revision": recipe.model.revision, "local_files_only": local_only}
         found, _ = PreTrainedConfig.get_config_dict(model_files(run) if run else name, **options)
     except OSError:
         facts = architecture(name)
@@ -39,15 +39,16 @@ def raw_config(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in ("_commit_hash", "transformers_version")}
 
 
-def with_default_sizes(config: dict[str, Any]) -> dict[str, Any]:
+def with_default_sizes(config: dict[str, Any]) -> dict[str, object]:
     """Return a configuration with the whole numbers that it leaves to its class, such as the number of layers."""
     fields = dict(config)
     made = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    every: dict[str, Any] = json.loads(made.to_json_string(use_diff=False))
-    return {name: value for name, value in every.items() if type(value) is int} | config
+    every: dict[str, object] = json.loads(made.to_json_string(use_diff=False))
+    sizes: dict[str, object] = {name: value for name, value in every.items() if type(value) is int}
+    return sizes | config
 
 
-def map_patterns(raw: dict[str, Any], config: dict[str, Any], small: dict[str, Any]) -> None:
+def map_patterns(raw: dict[str, Any], config: dict[str, object], small: dict[str, object]) -> None:
     """Map patterns that name layers to the layers of the small model."""
     of, to = families.LAYERS.of(config), families.LAYERS.of(small)
     if of is None or to is None:

@@ -3,10 +3,8 @@
     python -m fsdp_tune.comparison.tool_side
 
 Started with the interpreter of the tool's environment, which has no package that fsdp_tune needs: of fsdp_tune it imports only
-`comparison/tool_trainers.py`. A request is a line on stdin, a JSON object that `ToolChild` of
-`comparison/environments.py` makes: `values` are the options of the configuration, `settings` others in their place, `rows` is a file
-of lines {"key", "name", "source", "values"} with the rows as they were read, `ranks` counts those that read other rows. Code of a model's
-repository runs only with the request's `trust_remote_code`. The answer is a line on stdout, the fields of an `Observation`.
+`comparison/tool_trainers.py`. A request is a line on stdin, the fields of a `ToolRequest`. The answer is a line on stdout, the fields of an
+`Observation`.
 
 The trainer is built without truncation and packing for the tokens, and again as the file has it for everything else.
 """
@@ -26,10 +24,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from fsdp_tune.comparison.tool_trainers import IGNORE_INDEX, PACKAGES, TRAINERS, Facts, NotShownError, ToolTrainers
+from fsdp_tune.comparison.tool_trainers import IGNORE_INDEX, PACKAGES, TRAINERS, Facts, NotShownError, ToolRequest, ToolTrainers
 
 SMALL_MODEL = "the model's own size and weights: its stages ran on a small one with random weights (`--model full` loads it)"
 AUTOCAST = "autocast of the forward"
@@ -114,7 +111,7 @@ def versions() -> dict[str, str | None]:
 class _ToolRows:
     """The stages that do not depend on the tool, and the rows that it is given."""
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: ToolRequest) -> None:
         self.request = request
         self.stages: dict[str, Facts] = {}
         self.texts: dict[str, str] = {}
@@ -172,7 +169,7 @@ NEEDED = ("tokens", "rows", "model")
 
 
 class _ToolSide(_ToolRows):
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: ToolRequest) -> None:
         super().__init__(request)
         self.torch: Any = importlib.import_module("torch")
         self.data: list[Facts] = []
@@ -409,7 +406,7 @@ class _GradientWatch:
         return {"values": {"all parameters": before, **self._before}}, {"values": {"max_grad_norm": max_norm, "factor of step 1": factor}}
 
 
-def _answer(request: Any) -> Facts:
+def _answer(request: ToolRequest) -> Facts:
     """Return the observation of one request. What fails gets its reason: it is what cannot be compared, nor what depends on it."""
     side, failed, blocked = _ToolSide(request), list[str](), ""
     for compute, names in side.parts():
@@ -439,7 +436,7 @@ def main() -> None:
     answers = sys.stdout
     for line in sys.stdin:
         with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold answers only
-            answer = _answer(SimpleNamespace(**json.loads(line)))
+            answer = _answer(ToolRequest(**json.loads(line)))
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,44 @@ ROW_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assi
 
 class NotShownError(Exception):
     """What the tool computes, and a comparison cannot see."""
+
+
+@dataclass
+class ToolRequest:
+    """What a tool computes its side from; the JSON object that `ToolChild` of `comparison/environments.py` sends."""
+
+    tool: str
+    values: dict[str, Any]
+    """Options of the configuration."""
+    settings: dict[str, object]
+    """Options in place of those of the configuration."""
+    until: list[str]
+    """Names of the stages."""
+    rows: str
+    """File of lines {"key", "name", "source", "values"} with the rows as they were read."""
+    model: str
+    tokenizer: str
+    revision: str | None
+    trust_remote_code: bool
+    """Whether code of a model's repository may run."""
+    ranks: int
+    """Ranks that read different rows."""
+    model_rows: int
+    """Rows that run through the model, at most."""
+    ordered_steps: int
+    """Steps whose order of rows is shown."""
+    epoch_steps: int | None
+    """Steps of an epoch, if the rows do not tell."""
+    trained_steps: int
+    model_tokens: int
+    """Tokens of a row that run through the model, at least."""
+    after_first_target: int
+    """Tokens that run through the model from the first trained one on."""
+    logit_columns: int
+    exact_steps: int
+    """Steps whose learning rates are shown."""
+    sources: list[int] = field(default_factory=list[int])
+    """Of each row; `_ToolRows` reads them from the file."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +112,7 @@ def _columns(row: Mapping[str, Any]) -> Facts:
 
 
 class TrlTrainers:
-    def __init__(self, request: Any, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
+    def __init__(self, request: ToolRequest, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
         self.trl: Any = importlib.import_module("trl")
         self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
         self.ignored: list[str] = []
@@ -160,7 +198,7 @@ OF_A_FILE = ("path", "ds_type", "data_files", "name", "split", "revision", "shar
 
 
 class AxolotlTrainers:
-    def __init__(self, request: Any, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
+    def __init__(self, request: ToolRequest, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
         self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
         self.ignored: list[str] = []
         tempfile.tempdir = folder  # axolotl keeps a copy of each configuration

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from fsdp_tune.comparison.causes import Path as KeyPath
 from fsdp_tune.comparison.causes import affects_of
 from fsdp_tune.comparison.identity import are_same_files
 from fsdp_tune.comparison.stages import DATA_STAGES, ComparedStage, Observation
 from fsdp_tune.core.values import json_object
 from fsdp_tune.data.read.file_access import FileDigests
-from fsdp_tune.recipe.schema.keys import dotted
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.schema.kinds import Affects
 
 Verdict = Literal["equal", "different", "not_comparable"]

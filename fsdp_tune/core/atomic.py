@@ -154,15 +154,15 @@ def _is_stream(path: Path) -> bool:
     return any(str(name).startswith(("/proc/", "/dev/fd/")) for name in names)
 
 
-def json_safe(value: Any) -> Any:
+def json_safe(value: object) -> Any:
     """Return `value` with NaN and infinities as text ("nan", "inf"), which JSON cannot represent as numbers."""
     match value:
         case float():
             return value if math.isfinite(value) else str(value)
         case dict():
-            return {key: json_safe(inner) for key, inner in cast(dict[str, Any], value).items()}
+            return {key: json_safe(inner) for key, inner in cast(dict[str, object], value).items()}
         case list() | tuple():
-            return [json_safe(inner) for inner in cast(Sequence[Any], value)]
+            return [json_safe(inner) for inner in cast(Sequence[object], value)]
         case _:
             return value
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 OWN_GROUPS, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 
@@ -60,9 +61,11 @@ def _folders(controller: str) -> Iterator[Path]:
     mounts = list(_mounts(controller))
     for is_v2, path in _own_groups(controller):
         group = PurePosixPath(path)
-        visible = [(point, group.relative_to(root)) for v2, root, point in mounts if v2 is is_v2 and _contains(root, group)]
+        visible = [
+            (mount.point, group.relative_to(mount.root)) for mount in mounts if mount.is_v2 is is_v2 and _contains(mount.root, group)
+        ]
         # If none shows the group, the mounts are those of a container that sees its own group as their root.
-        for point, inside in visible or [(point, PurePosixPath()) for v2, _, point in mounts if v2 is is_v2]:
+        for point, inside in visible or [(mount.point, PurePosixPath()) for mount in mounts if mount.is_v2 is is_v2]:
             yield from (point / part for part in (inside, *inside.parents))
 
 
@@ -83,15 +86,24 @@ def _own_groups(controller: str) -> Iterator[tuple[bool, str]]:
                 pass
 
 
-def _mounts(controller: str) -> Iterator[tuple[bool, PurePosixPath, Path]]:
-    """Yield (whether it is of version 2, group at its root, mount point) of each mounted hierarchy."""
+class _Mount(NamedTuple):
+    """A mounted hierarchy of control groups."""
+
+    is_v2: bool
+    root: PurePosixPath
+    """The group that the mount point shows."""
+    point: Path
+
+
+def _mounts(controller: str) -> Iterator[_Mount]:
+    """Yield the mounted hierarchies that may have the controller."""
     for line in _lines(MOUNTS):
         mount, _, source = line.partition(" - ")
         match mount.split(), source.split():
             case [_, _, _, root, point, *_], ["cgroup2", *_]:
-                yield True, PurePosixPath(_unescaped(root)), Path(_unescaped(point))
+                yield _Mount(True, PurePosixPath(_unescaped(root)), Path(_unescaped(point)))
             case [_, _, _, root, point, *_], ["cgroup", *_, options] if controller in options.split(","):
-                yield False, PurePosixPath(_unescaped(root)), Path(_unescaped(point))
+                yield _Mount(False, PurePosixPath(_unescaped(root)), Path(_unescaped(point)))
             case _:
                 pass
 

@@ -91,7 +91,7 @@ class JsonAnswer:
         return asdict(self, dict_factory=_named)
 
 
-def _named(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _named(fields: list[tuple[str, object]]) -> dict[str, object]:
     return {name.rstrip("_"): value for name, value in fields}
 
 

@@ -103,7 +103,7 @@ def squeezed(name: str) -> str:
 @cache
 def known_hardware() -> Mapping[str, Hardware]:
     """Return every GPU of the table by name."""
-    table: dict[str, dict[str, Any]] = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    table: dict[str, dict[str, object]] = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: _hardware(name, fields) for name, fields in table.items()}
 
 
@@ -141,7 +141,7 @@ def detect(device_name: str | None) -> Hardware | None:
 def read_hardware(path: Path) -> Hardware:
     """Read a GPU from a user's YAML file: keys of `hardware.yaml` and `name`, `network_gb_s`, `devices_per_machine`, `dollars_per_hour`."""
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise usage_error("wrong-gpu-file", f"{path} cannot be read: {error}", where=Where(str(path))) from error
     if not isinstance(content, dict):
@@ -153,7 +153,7 @@ def read_hardware(path: Path) -> Hardware:
     return _hardware(str(fields.pop("name", path.stem)), fields)
 
 
-def _wrong_keys(fields: dict[Any, Any]) -> list[tuple[str, str]]:
+def _wrong_keys(fields: dict[object, object]) -> list[tuple[str, str]]:
     unknown = [str(key) for key in fields if key not in _KEYS]
     wrong: list[tuple[str, str]] = []
     for key in unknown:
@@ -174,7 +174,7 @@ def _wrong_values(fields: dict[Any, Any]) -> list[tuple[str, str]]:
     return wrong
 
 
-def _hardware(name: str, fields: Mapping[str, Any]) -> Hardware:
+def _hardware(name: str, fields: Mapping[str, object]) -> Hardware:
     values: dict[str, Any] = dict(fields)
     values["device_names"] = tuple(values.get("device_names") or ())
     return Hardware(name=name, **values)

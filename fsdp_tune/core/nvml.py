@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 NVML_SUCCESS = 0
 NVML_FUNCTION_NOT_FOUND = 13
@@ -19,15 +18,15 @@ class Nvml:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def call(self, function: str, *arguments: Any) -> int:
+    def call(self, function: str, *arguments: object) -> int:
         """Return the code of a function, which is NVML_FUNCTION_NOT_FOUND if the driver lacks it."""
         found = getattr(self._library, function, None)
         return NVML_FUNCTION_NOT_FOUND if found is None else int(found(*arguments))
 
-    def succeeds(self, function: str, *arguments: Any) -> bool:
+    def succeeds(self, function: str, *arguments: object) -> bool:
         return self.call(function, *arguments) == NVML_SUCCESS
 
-    def text(self, function: str, *arguments: Any) -> str | None:
+    def text(self, function: str, *arguments: object) -> str | None:
         """Return the text that a function writes into a buffer after its arguments; None if it fails."""
         buffer = ctypes.create_string_buffer(_LONGEST_TEXT)
         return buffer.value.decode(errors="replace") if self.succeeds(function, *arguments, buffer, _LONGEST_TEXT) else None

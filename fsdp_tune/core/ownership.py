@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -219,8 +219,18 @@ def _recorded(descriptor: int, path: Path) -> Iterator[Owner]:
         refresher.join()
 
 
-def _claim(path: Path) -> tuple[int, Owner | None, bool]:
-    """Claim the file. Return its open descriptor, the dead owner that was replaced, and whether flock works."""
+class _Claimed(NamedTuple):
+    """A lock file that this process has claimed."""
+
+    descriptor: int
+    previous: Owner | None
+    """The dead owner that was replaced."""
+    has_flock: bool
+    """Whether flock works on this file system."""
+
+
+def _claim(path: Path) -> _Claimed:
+    """Open and claim the lock file. Raises: HeldError if another owner holds it."""
     previous: Owner | None = None
     for _ in range(_CLAIM_ATTEMPTS):
         descriptor, is_new = _open(path)
@@ -234,7 +244,7 @@ def _claim(path: Path) -> tuple[int, Owner | None, bool]:
                 os.close(descriptor)
                 raise
             if is_new:
-                return descriptor, previous, False
+                return _Claimed(descriptor, previous, has_flock=False)
             os.close(descriptor)
             previous = _clear_dead(path) or previous
             continue
@@ -242,7 +252,7 @@ def _claim(path: Path) -> tuple[int, Owner | None, bool]:
         if owner is not None and owner.kernel != _kernel() and not is_abandoned(path):
             os.close(descriptor)
             raise HeldError(owner, is_certain=False)
-        return descriptor, owner, True
+        return _Claimed(descriptor, owner, has_flock=True)
     raise HeldError(read_owner(path), is_certain=False)
 
 

@@ -90,12 +90,12 @@ class Reads:
         elif event == "open" and not arguments[2] & _REPLACED:
             self._add(arguments[0])
 
-    def _recorded_stat(self, path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+    def _recorded_stat(self, path: Any, *arguments: object, **options: object) -> os.stat_result:
         if options.get("dir_fd") is None:
             self._add(path)
         return _stat(path, *arguments, **options)
 
-    def _add(self, path: Any, *, is_listed: bool = False) -> None:
+    def _add(self, path: object, *, is_listed: bool = False) -> None:
         if not isinstance(path, str | bytes | os.PathLike):  # a descriptor, of a file that was opened by name
             return
         text = os.fsdecode(cast("str | bytes", os.fspath(path)))

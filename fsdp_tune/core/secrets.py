@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 MASK = "***"
 _NAME = re.compile(
@@ -161,15 +161,15 @@ _SPECIAL_TOKEN = re.compile(r"(?:^|_)(?:bos|eos|pad|unk|cls|sep|mask|eot|eom|sot
 """Names of tokens of a vocabulary."""
 
 
-def mask_values(value: Any, name: str = "") -> Any:
+def mask_values(value: object, name: str = "") -> object:
     """Return a tree of mappings and lists with the texts in it that are secrets, by their key or their shape, replaced.
 
     `name`: the key of `value`. What a key of a secret's name holds is replaced in whole, and numbers of a password's name too.
     """
     if isinstance(value, Mapping):
-        return {key: mask_values(inner, str(key)) for key, inner in cast("Mapping[Any, Any]", value).items()}
+        return {key: mask_values(inner, str(key)) for key, inner in cast("Mapping[object, object]", value).items()}
     if isinstance(value, list):
-        return [mask_values(inner, name) for inner in cast("list[Any]", value)]
+        return [mask_values(inner, name) for inner in cast("list[object]", value)]
     name = "" if _SPECIAL_TOKEN.search(name) else name
     if isinstance(value, int | float) and not isinstance(value, bool):
         return MASK if has_secret_name(name) and "token" not in name.lower() else value

@@ -61,14 +61,15 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _change(config: dict[str, Any], fields: families.Fields, new: Callable[[Any], Any]) -> None:
+def _change(config: dict[str, object], fields: families.Fields, new: Callable[[int], int]) -> None:
     """Replace the number under each of its names. A null field stays null: the model class derives its value."""
     for name in fields.names:
-        if isinstance(config.get(name), int) and not isinstance(config[name], bool):
-            config[name] = new(config[name])
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            config[name] = new(value)
 
 
-def _kept_layers(config: Mapping[str, Any]) -> list[int]:
+def _kept_layers(config: Mapping[str, object]) -> list[int]:
     """Return the indexes of the first layer of each type, filled up to `LAYERS`, in the model's order."""
     types = families.layer_types(config)
     count = families.LAYERS.of(config) or LAYERS

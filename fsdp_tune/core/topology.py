@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 _OPEN_FILES = 4096
 """Of a rank, for all but connections."""
@@ -29,6 +29,16 @@ class Group:
     @property
     def local_ranks(self) -> int:
         return max(1, self.ranks // self.machines)
+
+
+class Split(NamedTuple):
+    """How a dimension splits the ranks of a run."""
+
+    groups: int
+    ranks: int
+    """Of each group."""
+    distance: int
+    """Of neighbours in a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +137,20 @@ class Topology:
         """Return whether a rank counts the loss of its tokens, which several ranks may compute: the first of them does."""
         return rank % self._size(lambda dimension: not dimension.has_own_tokens) == 0
 
-    def split(self, dimension: str) -> tuple[int, int, int]:
-        """Return (groups, ranks of a group, distance of neighbours) along a dimension; `shard` is all that hold shards of one copy."""
+    def split(self, dimension: str) -> Split:
+        """Return how a dimension splits the ranks; `shard` is all dimensions along which ranks hold shards of one copy."""
         names = [name for name, each in DIMENSIONS.items() if each.has_own_shards] if dimension == "shard" else [dimension]
         order = list(DIMENSIONS)
         inside: list[int] = [getattr(self, name) for name in order[order.index(names[-1]) + 1 :]]
         ranks, distance = math.prod(getattr(self, name) for name in names), math.prod(inside)
-        return self.world_size // (ranks * distance), ranks, distance
+        return Split(self.world_size // (ranks * distance), ranks, distance)
 
     def group(self, dimension: str) -> Group:
         """Return the ranks that communicate along `world` or a dimension; see `split`."""
         if dimension == "world":
             return Group(self.world_size, self.machines)
-        _, ranks, distance = self.split(dimension)
-        return Group(ranks, max(1, math.ceil(ranks / max(1, self.local_world_size // distance))))
+        split = self.split(dimension)
+        return Group(split.ranks, max(1, math.ceil(split.ranks / max(1, self.local_world_size // split.distance))))
 
 
 DIMENSIONS: dict[str, Dimension] = {each.name: each.metadata["dimension"] for each in fields(Topology) if each.metadata}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 
-def is_list(value: object) -> TypeGuard[list[Any]]:
+def is_list(value: object) -> TypeGuard[list[object]]:
     return isinstance(value, list)
 
 
@@ -18,12 +18,12 @@ def as_list(value: object) -> list[Any]:
     return value if is_list(value) else []
 
 
-def as_items(value: object) -> list[Any]:
+def as_items(value: object) -> list[object]:
     """Return a list as it is, and a list of one item for any other value."""
     return value if is_list(value) else [value]
 
 
-def as_mapping(value: object) -> dict[str, Any]:
+def as_mapping(value: object) -> dict[str, object]:
     """Return a mapping as it is, and an empty one for any other value."""
     return value if is_mapping(value) else {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from fsdp_tune.core.errors import Notice, usage_error
 from fsdp_tune.data.format.row_account import IGNORE_KEY, ignored_by_none, listed_keys
@@ -43,7 +42,7 @@ def refuse_empty_set(name: str, rows: int, examples: int, max_length: int) -> No
         )
 
 
-def data_notices(recipe: Recipe, inputs: Sequence[Input], report: DataReport, *, bad_rows_name: str) -> list[dict[str, Any]]:
+def data_notices(recipe: Recipe, inputs: Sequence[Input], report: DataReport, *, bad_rows_name: str) -> list[dict[str, object]]:
     """Return notices about conditions that are allowed but may be unintended, as JSON for the manifest of the cache."""
     notices = [
         *_row_notices(report, bad_rows_name),
@@ -59,7 +58,7 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: DataReport, *,
     return [notice_fields(notice) for notice in notices]
 
 
-def notice_fields(notice: Notice) -> dict[str, Any]:
+def notice_fields(notice: Notice) -> dict[str, object]:
     """Return a notice about data as JSON for a manifest or data.json."""
     return {"code": notice.code, "message": notice.message, "hint": notice.hint}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import Bar
@@ -133,7 +134,7 @@ class TokenisedRows:
 
 def build_store(
     stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], stamps: Sequence[Sequence[Stamp]], progress: Bar | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Fill `stage` and return the facts for its manifest: `files`, `sets` (folder by name), `report`, `notices`.
 
     `stamps` are those of each input's files before they were hashed. A file that changed since would be stored under the wrong key.
@@ -250,7 +251,7 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
     return index
 
 
-def _origins(examples: Examples, chosen: Any) -> Int64:
+def _origins(examples: Examples, chosen: npt.NDArray[np.bool_] | Int64) -> Int64:
     """Return [k, 2] origins of the rows of the chosen examples; a row may be several examples."""
     return np.unique(examples.origins[chosen], axis=0)
 
@@ -264,7 +265,7 @@ def _is_held_out_too(training: Examples, sets: dict[str, Examples]) -> Any:
     return np.isin(training.token_hashes, np.concatenate(held_out_rows)) if held_out_rows else False
 
 
-def _also_trained(examples: Examples, training: Examples) -> Any:
+def _also_trained(examples: Examples, training: Examples) -> npt.NDArray[np.bool_]:
     """Return True for each example whose row has the content, or the tokens and targets, of a training row."""
     return np.isin(examples.hashes, training.hashes) | np.isin(examples.token_hashes, training.token_hashes)
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, staged_directory, write_file, write_json
 from fsdp_tune.core.ownership import LOCKLESS
@@ -44,7 +43,7 @@ def complete(path: Path, digests: Digests | None = None) -> Manifest | None:
     return manifest if found in (None, [entry.digest for entry in manifest.files.values()]) else None
 
 
-def built(path: Path, build: Callable[[Path], dict[str, Any]], digests: Digests | None = None) -> tuple[Manifest, bool]:
+def built(path: Path, build: Callable[[Path], dict[str, object]], digests: Digests | None = None) -> tuple[Manifest, bool]:
     """Return the manifest of the store at `path`, and whether it existed. `build` fills a stage and returns the facts of the manifest.
 
     If two processes need the same store, the second waits and reuses the store of the first. `path` is absent or complete even

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Where, usage_error
 from fsdp_tune.data.bad_rows import bad_row_examples
@@ -93,8 +93,16 @@ def opened_inputs(recipe: Recipe, encoder: Encoder, *, train_only: bool = False)
     return inputs, errors
 
 
-def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
-    entries = [(TRAIN, f"data.train[{index}]", entry) for index, entry in enumerate(recipe.data.train)]
+class _Entry(NamedTuple):
+    """A source of the recipe, the set that it belongs to, and its key in the recipe."""
+
+    set_name: str
+    key: str
+    source: DataSource
+
+
+def _entries(recipe: Recipe) -> list[_Entry]:
+    entries = [_Entry(TRAIN, f"data.train[{index}]", entry) for index, entry in enumerate(recipe.data.train)]
     if not isinstance(recipe.data.eval, list):
         return entries
     labels: set[str] = set()
@@ -102,7 +110,7 @@ def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
         if label in labels or label == TRAIN:
             raise usage_error("label-twice", f"two sets are labelled `{label}`", where=Where(key=f"data.eval[{index}].label"))
         labels.add(label)
-        entries.append((label, f"data.eval[{index}]", entry))
+        entries.append(_Entry(label, f"data.eval[{index}]", entry))
     return entries
 
 
@@ -157,7 +165,7 @@ def _is_row(columns: Collection[str]) -> bool:
     return bool(matching_formats(columns) or renamed - {"text"} or {"input", "preferred_output"} <= set(columns))
 
 
-def _first_row(source: RowSource) -> dict[str, Any]:
+def _first_row(source: RowSource) -> dict[str, object]:
     """Return the first readable row, with renamed columns. Raises: usage error (exit 2) if no row is readable."""
     bad: list[tuple[int, BadRow]] = []
     for file, row in source.read():
@@ -172,7 +180,7 @@ def _first_row(source: RowSource) -> dict[str, Any]:
     raise usage_error("no-rows", "it has no rows", where=Where(source.names[0], key=source.key), hint=hint)
 
 
-def select(row: dict[str, Any], entry: DataSource, name: str) -> dict[str, Any]:
+def select(row: dict[str, object], entry: DataSource, name: str) -> dict[str, Any]:
     """Return the row with the kept columns, renamed. Raises: usage error (exit 2) if a column is missing."""
     for old in (*(entry.columns or ()), *entry.rename_columns):
         if old not in row:
@@ -191,15 +199,17 @@ def _other_columns(wanted: str, row: Collection[str]) -> str:
     return f"did you mean `{close[0]}`?" if close else f"it has: {', '.join(row) or 'none'}"
 
 
-def _renamed(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
+def _renamed(row: dict[str, object], entry: DataSource) -> dict[str, object]:
     kept = {column: row[column] for column in entry.columns} if entry.columns else row
     return {entry.rename_columns.get(column, column): value for column, value in kept.items()}
 
 
-def _settings(recipe: Recipe, source: RowSource, first: dict[str, Any], columns: Sequence[str], encoder: Encoder) -> FormatSettings:
+def _settings(recipe: Recipe, source: RowSource, first: dict[str, object], columns: Sequence[str], encoder: Encoder) -> FormatSettings:
     format_ = _format(source.entry.format or recipe.data.format, source, first, columns)
     held: object = first[needed_columns(format_, columns)[0]]
-    is_nested = isinstance(held, dict) or (isinstance(held, list) and not any(isinstance(each, dict) for each in cast("list[Any]", held)))
+    is_nested = isinstance(held, dict) or (
+        isinstance(held, list) and not any(isinstance(each, dict) for each in cast("list[object]", held))
+    )
     if is_nested and not ROW_FORMATS[format_].marks_trained and source.files:
         column = needed_columns(format_, columns)[0]
         message = f"column `{_name_in_file(source.entry, column)}` holds {kind_of(cast('object', held))} instead of one value"
@@ -253,7 +263,7 @@ def _name_in_file(entry: DataSource, column: str) -> str:
     return next((old for old, new in entry.rename_columns.items() if new == column), column)
 
 
-def _format(wanted: str, source: RowSource, first: dict[str, Any], columns: Sequence[str]) -> str:
+def _format(wanted: str, source: RowSource, first: dict[str, object], columns: Sequence[str]) -> str:
     where = Where(key=source.key)
     if wanted != "auto":
         missing = [column for column in needed_columns(wanted, columns) if column not in columns]
@@ -290,7 +300,7 @@ def _choice(formats: Sequence[str]) -> str:
     return f"name one: `--set data.format={formats[0]}` (or {others}{all_of_it}); the columns of the other are then ignored"
 
 
-def _renaming_hint(columns: Sequence[str], first: dict[str, Any]) -> str:
+def _renaming_hint(columns: Sequence[str], first: dict[str, object]) -> str:
     """Return a hint with the columns to rename, so that a file that fits no format fits one; those of preferences to the better answer."""
     renames = _renames(columns, first)
     if {"input", "preferred_output"}.issubset(columns):  # OpenAI's preferences: the question is below `input`
@@ -311,7 +321,7 @@ def _renaming_hint(columns: Sequence[str], first: dict[str, Any]) -> str:
     return f"{hint}, and ignore the worse answers: `{ignoring_option(worse)}`" if worse else hint
 
 
-def _renames(columns: Sequence[str], first: dict[str, Any]) -> dict[str, str]:
+def _renames(columns: Sequence[str], first: dict[str, object]) -> dict[str, str]:
     """Return what to rename; {} if no known names are among the columns. `first` is the first row."""
     if {"query", "answers"}.issubset(columns):  # xLAM: its `tools` are those of the row here too
         return {"query": "instruction", "answers": "output"}
@@ -355,7 +365,7 @@ def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
             yield RawRow(number, opened.first_file + file, row[0], values)
 
 
-def kept_columns(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
+def kept_columns(row: dict[str, object], entry: DataSource) -> dict[str, object]:
     """Do `select` for the later rows of a file. Raises: RowError, so that a missing column is a problem of this row alone."""
     if not entry.columns and not entry.rename_columns:
         return row
@@ -365,7 +375,7 @@ def kept_columns(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
     return _renamed(row, entry)
 
 
-def _check_same_columns(opened: Input, name: str, values: dict[str, Any]) -> None:
+def _check_same_columns(opened: Input, name: str, values: dict[str, object]) -> None:
     """Check that every file of an entry has the columns of its format. Raises: usage error."""
     if not all(column in values for column in needed_columns(opened.settings.format, values)):
         raise usage_error(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -172,7 +172,7 @@ def prepare(
     key = content_key([training_key, recipe.data.eval_packing, recipe.data.eval_labels, _content(inputs, digests, train=False), *account])
     path = cache_dir / STORES / key
 
-    def build(stage: Path) -> dict[str, Any]:
+    def build(stage: Path) -> dict[str, object]:
         return build_store(stage, recipe, encoder, inputs, stamps, progress)
 
     manifest, reused = built(path, build, digests)  # damaged data are built again
@@ -205,9 +205,18 @@ def _streamed_files(recipe: Recipe, unit_rows: Mapping[str, int]) -> StreamedFil
     return StreamedFiles([unit.name for unit in units], unit_rows, last_row)
 
 
-def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> tuple[dict[str, str], dict[str, int], list[int | None]]:
-    """Return the stamp of each file of a stream, the rows of each unit, from the cache if the files have not changed, and those of each
-    source; None if they were not counted."""
+class _CountedStream(NamedTuple):
+    """The files of a stream and their rows."""
+
+    file_stamps: dict[str, str]
+    unit_rows: dict[str, int]
+    """Of the units that were counted, by name."""
+    source_rows: list[int | None]
+    """Of each source; None if one of its units was not counted."""
+
+
+def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> _CountedStream:
+    """Return the rows of a stream, from the cache if its files have not changed, else counted."""
     assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
     of_sources = [stream_units(opened.source, recipe.data.stream_lanes) for opened in inputs if opened.set_name == TRAIN]
     units = [unit for of_source in of_sources for unit in of_source]
@@ -222,10 +231,10 @@ def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> 
             DISK.mkdir(record.parent)
             write_json(record, found)
     rows = [sum(found[unit.name] for unit in units) if all(unit.name in found for unit in units) else None for units in of_sources]
-    return stamps, found, rows
+    return _CountedStream(stamps, found, rows)
 
 
-def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: DataReport) -> list[dict[str, Any]]:
+def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: DataReport) -> list[dict[str, object]]:
     """Return a notice if a stream has rows for fewer steps than the run. With packing their number follows from the sample."""
     data, most = recipe.data, int(training_value(recipe.training, "max_steps"))
     full = data.max_length * report.sets[TRAIN].fill
@@ -269,7 +278,7 @@ def _prepared(
     )
 
 
-def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], digests: FileDigests) -> list[Any]:
+def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], digests: FileDigests) -> list[object]:
     """Return all that determines the training rows. A list of eval sets does not; a held-out split does."""
     data = recipe.data
     settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
@@ -281,7 +290,7 @@ def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input],
     return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, digests, train=True)]
 
 
-def _content(inputs: Sequence[Input], digests: FileDigests, *, train: bool) -> list[Any]:
+def _content(inputs: Sequence[Input], digests: FileDigests, *, train: bool) -> list[object]:
     return [
         [opened.set_name, opened.overlong, _settings(opened), opened.columns, _entry(opened.entry), opened.source.content(digests)]
         for opened in inputs
@@ -289,12 +298,12 @@ def _content(inputs: Sequence[Input], digests: FileDigests, *, train: bool) -> l
     ]
 
 
-def _settings(opened: Input) -> dict[str, Any]:
+def _settings(opened: Input) -> dict[str, object]:
     """Return the settings that determine tokens. Original column names and keys only occur in messages; `_entry` includes the former."""
     return {name: value for name, value in asdict(opened.settings).items() if name not in ("names_in_file", "template_key")}
 
 
-def _entry(entry: DataSource) -> dict[str, Any]:
+def _entry(entry: DataSource) -> dict[str, object]:
     """Return the fields of an entry that matter besides the bytes of its files. Paths do not: a moved file is the same data."""
     return entry.model_dump(include={"name", "split", "columns", "rename_columns", "weight", "max_rows"})
 

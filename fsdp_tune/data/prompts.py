@@ -42,7 +42,7 @@ class Prompt:
         """The text by which a person recognises it: the question, or the last message that is not the assistant's."""
         if self.kind != "chat":
             return str(self.row[self.kind if self.kind == "text" else "prompt"])
-        turns = [cast("Message", turn) for turn in cast("list[Any]", self.row["messages"]) if isinstance(turn, dict)]
+        turns = [cast("Message", turn) for turn in cast("list[object]", self.row["messages"]) if isinstance(turn, dict)]
         asked = [turn for turn in turns if turn.get("role", turn.get("from")) not in ("assistant", "gpt")]
         return str(asked[-1].get("content", asked[-1].get("value"))) if asked else ""
 
@@ -51,7 +51,7 @@ def question(text: str) -> Prompt:
     return Prompt("question", {"prompt": text})
 
 
-def prompt_of_row(row: Mapping[str, Any], *, is_line: bool) -> Prompt:
+def prompt_of_row(row: Mapping[str, object], *, is_line: bool) -> Prompt:
     """Return the prompt of a row with `messages`, `prompt` or `text`, or of a line of a text file. Raises: RowError for other rows."""
     if is_line:
         return question(str(row["text"]))
@@ -144,7 +144,7 @@ class PromptFormat:
         """Return the conversation up to the answer that is asked for: a row's own last answer is left out."""
         if self._settings.template is None:
             raise RowError("the row is a conversation, and the model has no chat template", hint="write it as `prompt` or `text`")
-        turns: list[Any] = [{"role": "user", "content": prompt.row["prompt"]}] if prompt.kind == "question" else prompt.row["messages"]
+        turns: list[object] = [{"role": "user", "content": prompt.row["prompt"]}] if prompt.kind == "question" else prompt.row["messages"]
         others = {} if prompt.kind == "question" else {name: value for name, value in prompt.row.items() if name != "messages"}
         settings = replace(self._settings, format="messages", loss_on="assistant")
         read = settings.example({"messages": _with_answer(turns), **others})
@@ -190,7 +190,7 @@ class PromptFormat:
         """Return the token that ends an answer in a row of this format, tokenised as in training."""
         settings = self._settings
         question = ROW_FORMATS[settings.format].question
-        row: dict[str, Any] = {"text": ANSWER} if question is None else question(ANSWER, ANSWER)
+        row: dict[str, object] = {"text": ANSWER} if question is None else question(ANSWER, ANSWER)
         settings = replace(settings, format="text", loss_on="all") if question is None else settings
         done = Tokeniser(self._encoder, (settings,)).chunk([RawRow(0, 0, 1, row)])
         if done.bad:
@@ -220,5 +220,5 @@ def _holds_chats(account: InputAccount, template: str | None) -> bool:
     return _has_messages(account) or (ROW_FORMATS[account.format].holds == "chat with a template" and template is not None)
 
 
-def _with_answer(turns: list[Any]) -> list[Any]:
+def _with_answer(turns: list[object]) -> list[object]:
     return [*turns, {"role": "assistant", "content": ANSWER}]

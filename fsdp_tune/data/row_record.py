@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.row_order import Attempt
@@ -37,7 +36,7 @@ def record_of(checkpoint: Checkpoint | None) -> RowRecord:
     if checkpoint is None:
         return RowRecord(skipped=())
     facts = checkpoint.manifest.facts
-    raw: dict[str, Any] | None = facts.get(ROWS_FACT)
+    raw: dict[str, object] | None = facts.get(ROWS_FACT)
     if raw is not None:
         try:
             return RowRecord.from_dict(raw)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,23 @@ class Segments:
     """Example of which each is a piece, numbered in the order in which the rows were read."""
     starts: Int64
     """First token in the pool."""
+
+
+class StoredExample(NamedTuple):
+    """An example as it was tokenised: its tokens, the flags of the trained ones, and its source."""
+
+    tokens: Int32
+    trained: Mask
+    origin: Origin
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of an example in a row."""
+
+    example: int
+    first_token: int
+    """In the example."""
+    tokens: int
 
 
 class RowStore:
@@ -176,17 +193,18 @@ class RowStore:
         """Number of examples of all sets, as they were tokenised: neither cut nor packed."""
         return len(self._examples) - 1
 
-    def example(self, index: int) -> tuple[Int32, Mask, tuple[str, int]]:
-        """Return the tokens of an example, the flags of the trained ones, and its source file and row."""
+    def example(self, index: int) -> StoredExample:
+        """Return an example as it was tokenised: neither cut nor packed."""
         begin, end = self._examples[index : index + 2].tolist()
         file, row = (int(number) for number in self._origins[index])
-        return self._tokens[begin:end], self._trained[begin:end], (self.files[file], row)
+        return StoredExample(self._tokens[begin:end], self._trained[begin:end], (self.files[file], row))
 
-    def pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """Return (example, first token in it, tokens) of each segment of a row."""
+    def pieces(self, index: int) -> list[Piece]:
+        """Return the piece of an example that each segment of a row holds."""
         segments = self._segments[self._rows[index] : self._rows[index + 1]]
         examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
-        return list(zip(examples.tolist(), (segments[:, 0] - self._examples[examples]).tolist(), segments[:, 1].tolist(), strict=True))
+        firsts = segments[:, 0] - self._examples[examples]
+        return list(map(Piece, examples.tolist(), firsts.tolist(), segments[:, 1].tolist()))
 
     def segments(self) -> Segments:
         """Return a table of all segments of the set, row by row."""

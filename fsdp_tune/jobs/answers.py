@@ -157,11 +157,11 @@ class EnvironmentAnswer(JsonAnswer):
     lost_devices: list[str]
     hidden_by: str | None
     driver: str | None
-    torch: dict[str, Any]
+    torch: dict[str, object]
     """What torch reports; `error` if it cannot be imported."""
-    interconnect: dict[str, Any]
-    variables: dict[str, Any]
-    accelerate_default_config: dict[str, Any] | None
+    interconnect: dict[str, object]
+    variables: dict[str, object]
+    accelerate_default_config: dict[str, object] | None
     known_bad: list[KnownBadAnswer]
 
 
@@ -221,10 +221,10 @@ class KeyExplanation(JsonAnswer):
     key: str
     meaning: str
     takes: str
-    default: Any
+    default: object
     """Null for a section too."""
     is_required: bool
-    in_this_release: list[Any]
+    in_this_release: list[object]
     """The supported values, where this release does not support all."""
     affects: list[str]
     """What a change of the value changes: `data`, `memory`, `time`, `numbers`."""

@@ -14,7 +14,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fsdp_tune.answer.examples import find_model
 from fsdp_tune.answer.tasks_request import TasksRequest
@@ -149,7 +149,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         try:
             scores, warnings = score_checkpoint(run, step, device)
-            line: dict[str, Any] = {"scores": {name: score.as_dict() for name, score in scores.items()}, "warnings": warnings}
+            line: dict[str, object] = {"scores": {name: score.as_dict() for name, score in scores.items()}, "warnings": warnings}
         except FsdpTuneError as error:
             line = {"problem": error.problems[0].as_dict()}
     output.write(json.dumps(line) + "\n")

@@ -30,7 +30,6 @@ from fsdp_tune.comparison.causes import (
     with_passed_defaults,
     with_values,
 )
-from fsdp_tune.comparison.causes import Path as KeyPath
 from fsdp_tune.comparison.environments import TOOLS, ObservingChild, ToolChild, find_interpreter, needed_requirements, python_with
 from fsdp_tune.comparison.openai_server import is_url
 from fsdp_tune.comparison.stages import (
@@ -70,9 +69,9 @@ from fsdp_tune.jobs.served import (
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.migrate.importing import ImportedRecipe, import_file, options_of
 from fsdp_tune.migrate.ledger import DEFAULT_OF, Fate
-from fsdp_tune.pages.run_record import differences
+from fsdp_tune.pages.run_record import differing_values
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.read.loader import LoadedRecipe, load_recipe, parse_recipe
-from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import chooses_by_evaluation
 from fsdp_tune.run.directory import RunDir
@@ -91,15 +90,15 @@ class _Side:
     """Resolved."""
     run: RunDir | None = None
     imported: ImportedRecipe | None = None
-    options: dict[str, Any] | None = None
+    options: dict[str, object] | None = None
     """Those of the tool that computes this side."""
 
     @property
-    def written(self) -> dict[str, Any]:
+    def written(self) -> dict[str, object]:
         return self.loaded.recipe.model_dump(mode="json", by_alias=True)
 
     @property
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> dict[str, object]:
         return self.recipe.model_dump(mode="json", by_alias=True)
 
     @property
@@ -340,7 +339,7 @@ class _Walk:
         own = str(self._options.python or sys.executable)
         is_own = (result.a.options is not None, result.b.options is not None or not self._tools)
         result.interpreters = (own if is_own[0] else sys.executable, own if is_own[1] else sys.executable)
-        versions = differences([{name: str(version) for name, version in each.versions.items()} for each in (a, b)])
+        versions = differing_values([{name: str(version) for name, version in each.versions.items()} for each in (a, b)])
         result.tool_versions = tuple(  # type: ignore[assignment]  # of two
             each.versions.get(TOOLS[side.kind]) if side.options is not None else None for side, each in sides
         )

@@ -19,7 +19,7 @@ from fsdp_tune.comparison.stages import ComparedStage
 from fsdp_tune.comparison.verdicts import SCHEDULE
 from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.jobs.served import Cause, FirstDifference
-from fsdp_tune.pages.run_record import RunRecord, differences, read_run
+from fsdp_tune.pages.run_record import RunRecord, differing_values, read_run
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import RunDir
@@ -47,7 +47,7 @@ def compare_runs(a: RunDir, b: RunDir, recipes: tuple[Recipe, Recipe], keys: Seq
     Raises: usage error for damaged files.
     """
     one, other = read_run(a, "A"), read_run(b, "B")
-    found = ComparedRuns(differences([one.environment, other.environment]))
+    found = ComparedRuns(differing_values([one.environment, other.environment]))
     keys_of_data = [each.data.key if each.data else None for each in (one, other)]
     found.before = [
         compare_digests("data", keys_of_data[0], keys_of_data[1], "data.json"),

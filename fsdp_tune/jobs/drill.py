@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -111,10 +111,10 @@ def drill(options: SubmitOptions, slurm: SlurmOptions, overrides: list[str], obs
     own = replace(options, time=options.time or TIME_LIMIT, job_name=options.job_name or "fsdp-tune-drill", again=False)
     disturbed = submission(RECIPE, _words(overrides, settings), own, slurm, name="drill", observer=observer)
     with _Jobs(observer) as jobs:
-        events, steps, seconds = _disturb(jobs, disturbed, observer)
-        observer.message(f"training {steps:,} steps without a disturbance")
-        minutes = math.ceil(4 * seconds / 60) + 10
-        plain = _words(overrides, settings | {"training.max_steps": steps, "output_dir": f"{DIRECTORY}-undisturbed"})
+        played = _disturb(jobs, disturbed, observer)
+        observer.message(f"training {played.steps:,} steps without a disturbance")
+        minutes = math.ceil(4 * played.seconds / 60) + 10
+        plain = _words(overrides, settings | {"training.max_steps": played.steps, "output_dir": f"{DIRECTORY}-undisturbed"})
         undisturbed = submission(RECIPE, plain, replace(own, time=f"{minutes}m"), slurm, name="drill", observer=observer)
         second = _Watched(jobs, replace(undisturbed, block_file=disturbed.files.script), observer)
         second.wait(lambda: second.is_over, "it trains undisturbed", limit=math.inf, needs_job=False)
@@ -122,15 +122,25 @@ def drill(options: SubmitOptions, slurm: SlurmOptions, overrides: list[str], obs
             second.fail("it trains undisturbed")
     runs = [disturbed.files.output_dir, undisturbed.files.output_dir]
     equal, largest = _compare(*(_merged(run, observer) for run in runs))
-    return DrillAnswer(str(runs[0]), str(runs[1]), jobs.ids, events, steps, equal, largest)
+    return DrillAnswer(str(runs[0]), str(runs[1]), jobs.ids, played.events, played.steps, equal, largest)
 
 
 def _words(overrides: Sequence[str], settings: Mapping[str, object]) -> list[str]:
     return [*overrides, *(f"{key}={value}" for key, value in settings.items())]
 
 
-def _disturb(jobs: _Jobs, disturbed: Submission, observer: Observer) -> tuple[list[DrillEvent], int, float]:
-    """Play the interruptions. Return them, the step at which the run was stopped, and the seconds that the job ran."""
+class _Disturbed(NamedTuple):
+    """What a run with interruptions reached."""
+
+    events: list[DrillEvent]
+    steps: int
+    """The step at which the run was stopped."""
+    seconds: float
+    """That the job ran, over all its starts."""
+
+
+def _disturb(jobs: _Jobs, disturbed: Submission, observer: Observer) -> _Disturbed:
+    """Play the interruptions. Raises: FailedError `drill-failed` if the job leaves no complete checkpoint."""
     first = _Watched(jobs, disturbed, observer)
     events = [
         first.interrupted("preemption", lambda: call_slurm("scontrol", "requeue", first.job)),
@@ -144,7 +154,7 @@ def _disturb(jobs: _Jobs, disturbed: Submission, observer: Observer) -> tuple[li
     if checkpoint is None:
         raise failed_error("drill-failed", f"job {first.job} left no complete checkpoint", hint=f"its log is {first.files.log(first.job)}")
     ran = sum((start.ended_at or start.started_at) - start.started_at for start in first.starts)
-    return events, checkpoint.step, ran
+    return _Disturbed(events, checkpoint.step, ran)
 
 
 class _Jobs:

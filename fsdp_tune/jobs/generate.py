@@ -139,11 +139,11 @@ def open_model(name: str | Path, options: GenerateOptions, *, observer: Observer
     device = device_of(options.device)
     with ExitStack() as stack:
         chosen = _choose(str(name), options, observer, stack)
-        recipe, prepared = _settings(chosen, options), None if chosen.run is None else Prepared.read(chosen.run.data_json)
+        prepared = None if chosen.run is None else Prepared.read(chosen.run.data_json)
         request = ModelsRequest(
             models=list(chosen.models),
             adapter_off=chosen.adapter_off,
-            recipe=recipe.model_dump(mode="json", by_alias=True),
+            recipe=_settings(chosen, options).model_dump(mode="json", by_alias=True),
             data=None if prepared is None else prepared.report.model_dump(mode="json"),
             settings=AnswerSettings(options.max_new_tokens, options.temperature, options.top_p, options.seed, options.show_special_tokens),
             device=device,
@@ -303,7 +303,7 @@ def read_prompts(path: str) -> list[AskedPrompt]:
     for file, row in source.read():
         is_line = bool(source.files) and source.files[file].kind == "text"
         if not isinstance(row, BadRow):
-            if is_line and not row[1]["text"].strip():
+            if is_line and not str(row[1]["text"]).strip():
                 continue
             try:
                 prompt = prompt_of_row(row[1], is_line=is_line)

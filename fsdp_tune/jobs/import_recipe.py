@@ -19,8 +19,8 @@ from fsdp_tune.jobs.options import Allowed, CompareOptions
 from fsdp_tune.jobs.served import CompareAnswer
 from fsdp_tune.migrate.importing import ImportedRecipe, import_file
 from fsdp_tune.migrate.ledger import Fate
+from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES
-from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 

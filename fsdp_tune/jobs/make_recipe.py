@@ -27,7 +27,7 @@ from fsdp_tune.recipe.rules.contradictions import INPUTS
 _FULL_RATE, _ADAPTER_RATE = 1.0e-5, 2.0e-4
 
 
-_METHODS: dict[Method, dict[str, Any]] = {
+_METHODS: dict[Method, dict[str, object]] = {
     "full": {},
     "lora": {"lora": {"r": 16, "lora_alpha": 32}},
     "qlora": {"lora": {"r": 16, "lora_alpha": 32}, "quantization": {"load": "nf4"}},
@@ -115,7 +115,7 @@ def _methods(wanted: str) -> list[Method]:
 
 def _text(model: str, data: str, method: Method, options: NewRecipeOptions) -> str:
     source: dict[str, Any] = {"path": data} | ({"split": options.split} if options.split else {})
-    document: dict[str, Any] = {
+    document: dict[str, object] = {
         "model": {"name_or_path": model},
         "data": {"train": [source], "eval": {"fraction": 0.01}, "max_length": options.max_length, "packing": True},
         **_METHODS[method],

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.atomic import check_output_file, write_file
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem, failed_error, usage_error
@@ -33,7 +32,7 @@ UNCOUNTED_STEPS = 2
 FULL_ROWS = 0.9
 """A plan is of rows of `data.max_length`. A run that computes fewer tokens than this share of them calibrates nothing."""
 _LEAST_HANG_SECONDS = 60
-_TRAINING: dict[str, Any] = {
+_TRAINING: dict[str, object] = {
     "eval_strategy": "no",
     "eval_on_start": False,
     "save_strategy": "no",
@@ -194,7 +193,7 @@ class _Measuring:
     def _of_trial(self, trial: Trial) -> Recipe:
         """Return the recipe with the same steps, a few of them, and nothing between and after them."""
         recipe = trial.loaded.recipe
-        launch: dict[str, Any] = {"max_restarts": 0}
+        launch: dict[str, object] = {"max_restarts": 0}
         if self.minutes is not None:
             hang_seconds = min(parse_seconds(recipe.launch.hang_timeout), max(_LEAST_HANG_SECONDS, round(60 * self.minutes)))
             launch["hang_timeout"] = f"{hang_seconds}s"

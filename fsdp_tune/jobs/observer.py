@@ -153,7 +153,7 @@ class Observer:
         """Return a context that is open while ranks run."""
         return nullcontext()
 
-    def metrics(self, line: dict[str, Any]) -> None:
+    def metrics(self, line: dict[str, object]) -> None:
         """Receive a line of metrics.jsonl: a step, an evaluation or an event (`docs/reference`)."""
 
     def position(self, step: int, phase: str, done: int, planned: int) -> None:

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fsdp_tune.core.command import Only, Option, ProfiledSteps, Target, declared, parse_profile
 from fsdp_tune.core.errors import usage_error
@@ -356,7 +356,7 @@ class EvaluateOptions:
         str | None,
         Option("Rows: a file, a directory, a hub id or builtin:NAME [default: the eval sets of RECIPE or of the run].", metavar="PATH"),
     ] = None
-    source: Annotated[Mapping[str, Any], SourceKeys] = field(default_factory=dict[str, Any])
+    source: Annotated[Mapping[str, object], SourceKeys] = field(default_factory=dict[str, object])
     """Further keys of `data`, as in a recipe's `data.train`: those of `SourceKeys`, loss_on, chat_template …"""
     ignore_columns: Annotated[
         tuple[str, ...],

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import yaml
 
@@ -50,7 +50,8 @@ from fsdp_tune.planner.search.search import (
 from fsdp_tune.planner.search.search import decide as decide_with_trace
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.planner.tracing import keep_plan, kept_plan, plan_key
-from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, parse_recipe
+from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
+from fsdp_tune.recipe.read.overrides import OptionOverride
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS
 from fsdp_tune.recipe.schema.keys import value_of
@@ -81,7 +82,7 @@ def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
     return MemoryBudget(gpu.name, gpu.memory_bytes) if gpu.memory_bytes is not None else None
 
 
-def decide(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False) -> Decided:
+def decide_open_keys(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False) -> Decided:
     """Decide what a resolved recipe leaves to a plan, from a trace in a child process or in the cache.
 
     The notices name what was decided without knowing the memory.
@@ -202,26 +203,35 @@ class PlanSession:
 # ---- The plan of a run on this machine. Nothing is predicted on a CPU, or for a GPU that is not in the table.
 
 
-def plan_here(recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
-    """Decide what a resolved recipe leaves to a plan, and predict it for this machine's GPU. Notices give the reason for no prediction.
+class MachinePlan(NamedTuple):
+    """The plan of a run on this machine."""
+
+    decided: Decided
+    prediction: Plan | None
+    """None if nothing is predicted; a notice gives the reason."""
+    notices: list[Notice]
+
+
+def plan_here(recipe: Recipe) -> MachinePlan:
+    """Decide what a resolved recipe leaves to a plan, and predict it for this machine's GPU.
 
     A trace that fails stops no training.
     """
     gpu = visible_gpu(recipe)
-    decided = decide(recipe, budget_of(recipe, gpu)) if undecided(recipe) else Decided(recipe, {})
+    decided = decide_open_keys(recipe, budget_of(recipe, gpu)) if undecided(recipe) else Decided(recipe, {})
     if recipe.launch.device != "cuda":
-        return decided, None, list(decided.notices)
+        return MachinePlan(decided, None, list(decided.notices))
     hardware = detect(gpu.name) if gpu is not None else None
     if hardware is None:
         name = gpu.name if gpu is not None else "this machine's GPU"
         why = f"{name} is not in the table of GPUs, so nothing is predicted"
-        return decided, None, [*decided.notices, Notice("not-planned", why)]
+        return MachinePlan(decided, None, [*decided.notices, Notice("not-planned", why)])
     try:
         with PlanSession(decided.recipe, hardware) as plans:
-            return decided, replace(plans.plan_once(), decided=decisions(decided)), list(decided.notices)
+            return MachinePlan(decided, replace(plans.plan_once(), decided=decisions(decided)), list(decided.notices))
     except (FsdpTuneError, ValueError) as error:
         why = f"the step could not be traced, so nothing is predicted: {error}"
-        return decided, None, [*decided.notices, Notice("not-planned", why)]
+        return MachinePlan(decided, None, [*decided.notices, Notice("not-planned", why)])
 
 
 def trace_of(recipe: Recipe) -> Trace | None:
@@ -308,7 +318,7 @@ class PlannedHere:
 
     recipe: Recipe
     hardware: Hardware
-    written: dict[str, Any]
+    written: dict[str, object]
     forced: dict[str, str]
     """Key → the value that `--num-gpus` forces, with the reason."""
 
@@ -386,7 +396,7 @@ _BATCH = ("training.global_batch_size", "training.per_device_train_batch_tokens"
 """Keys that the search resets and that `_settle_batch` keeps."""
 
 
-def recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], best: PlannedRecipe, why: Sequence[str]) -> str:
+def recipe_text(plans: PlanSession, path: Path, written: dict[str, object], best: PlannedRecipe, why: Sequence[str]) -> str:
     """Return the text of the file `path`. It begins with the comments `why`.
 
     `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if the text is not a recipe
@@ -400,17 +410,17 @@ def recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], best: P
     return "\n".join([*why, _predicted(planned), "", body])
 
 
-def recipe_body(base: Recipe, written: dict[str, Any], best: PlannedRecipe) -> str:
+def recipe_body(base: Recipe, written: dict[str, object], best: PlannedRecipe) -> str:
     """Return a ranked recipe as its user would write it, with the changed keys marked. `base` is the resolved recipe of the user."""
     changes = best.plan.recipe_changes
     document = _document(written, base, best.recipe, changes)
     return _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
 
 
-def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _document(written: Mapping[str, object], base: Recipe, best: Recipe, changes: Mapping[str, object]) -> dict[str, object]:
     """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
     document: dict[str, Any] = copy.deepcopy(dict(written))
-    sections = {section: cast("dict[str, Any]", keys) for section, keys in document.items() if isinstance(keys, dict)}
+    sections = {section: cast("dict[str, object]", keys) for section, keys in document.items() if isinstance(keys, dict)}
     for section, keys in sections.items():
         for name in list(keys):
             key = f"{section}.{name}"
@@ -430,7 +440,7 @@ def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: M
     return document
 
 
-def _settle_batch(training: dict[str, Any], best: Recipe) -> None:
+def _settle_batch(training: dict[str, object], best: Recipe) -> None:
     """Write the batch as the user did: by tokens, by the global batch, or by accumulation."""
     if training.get("per_device_train_batch_tokens") is not None:
         training.pop("per_device_train_batch_size", None)
@@ -458,7 +468,7 @@ def _predicted(planned: Plan) -> str:
     return f"{predicted}."
 
 
-def _marked(text: str, changes: Mapping[str, Any]) -> str:
+def _marked(text: str, changes: Mapping[str, object]) -> str:
     """Mark the lines of changed keys; keys of a section are indented by two."""
     lines: list[str] = []
     section = ""

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import host, versions, visible_devices
@@ -27,7 +26,7 @@ from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan
-from fsdp_tune.launch.command.resume import Start, check, compare, decide, move_aside, read_resolved
+from fsdp_tune.launch.command.resume import Start, check, compare, decide_start, move_aside, read_resolved
 from fsdp_tune.launch.command.run_files import RunFiles, write_resized, write_run
 from fsdp_tune.launch.machines.channel import CountedBar
 from fsdp_tune.launch.machines.launches import Machines
@@ -136,7 +135,7 @@ class OwnRun:
     def prepare(self, advance: Callable[[int], None]) -> None:
         """Check the directory, and prepare the data, counting rows. Raises: FsdpTuneError."""
         run, options = self.plan.run, self.options
-        decide(run, self.recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
+        decide_start(run, self.recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
         check_cache(self.recipe)
         if run.is_used and not self._starts_over:
             self._lock()
@@ -217,13 +216,13 @@ class OwnRun:
 
 
 def held_elsewhere(machines: Machines | None, run: RunDir, recipe: Recipe, options: TrainOptions) -> Sequence[Held] | None:
-    """Return what other machines have of the checkpoints of a run that continues, as `decide` takes it.
+    """Return what other machines have of the checkpoints of a run that continues, as `decide_start` takes it.
 
     Waits for the machines, unless the run has finished: then None. Raises: FsdpTuneError if one is missing.
     """
     if machines is None or options.resume is None or not recipe.has_own_directories:
         return ()
-    found = decide(run, recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
+    found = decide_start(run, recipe, options.resume, overwrite=options.overwrite, digests=False, elsewhere=None)
     return None if found.is_finished else machines.held_elsewhere()
 
 
@@ -269,7 +268,7 @@ def _copy_files(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True)
 
 
-def recorded_devices() -> list[dict[str, Any]]:
+def recorded_devices() -> list[dict[str, object]]:
     """Return the visible devices of this machine for environment.json."""
     return [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from fsdp_tune.answer.examples import ReferenceAnswer, ReferenceTokens
 from fsdp_tune.comparison.causes import DifferentKey, yaml_value
@@ -124,7 +124,7 @@ def first_of(stages: Sequence[ComparedStage]) -> FirstDifference | None:
     return None if found is None or found.difference is None else FirstDifference(**found.difference.as_dict(), stage=found.name)
 
 
-def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: tuple[str, str], ignored: Mapping[str, bool]) -> Cause:
+def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, object], sides: tuple[str, str], ignored: Mapping[str, bool]) -> Cause:
     """Return the cause of a difference that vanishes with the values of one side's `keys` in the other.
 
     `settings`: as `--set` takes them, None for a key that is not written. `sides`: whose values, and where. `ignored`: options of the kept
@@ -143,7 +143,7 @@ def cause_of_keys(keys: list[DifferentKey], settings: Mapping[str, Any], sides: 
     return Cause(keys, {}, is_shown=True, text=text, hint=hint)
 
 
-def cause_in_tool(tool: str, name: str, options: Mapping[str, Any], open_decisions: Sequence[str]) -> Cause:
+def cause_in_tool(tool: str, name: str, options: Mapping[str, object], open_decisions: Sequence[str]) -> Cause:
     """Return the cause of a difference from a configuration that no recipe shows: its `options` without which it vanishes, if any."""
     if not options:
         text = "; ".join([f"no key: {tool} computes this otherwise than the recipe that `import` makes of {name}", *open_decisions])
@@ -227,10 +227,20 @@ def _prompts_of_run(name: str) -> list[AskedPrompt]:
     return found
 
 
+class _Exchanged(NamedTuple):
+    """The answers of model and server to each prompt."""
+
+    exchanges: list[Exchange]
+    special: ReferenceTokens
+    """Special tokens of the model."""
+    refused: list[str]
+    """What the server's own endpoints contradict."""
+
+
 def _exchanges(
     model: AnsweringModel, server: OpenAIServer, prompts: Sequence[AskedPrompt], max_tokens: int, observer: Observer
-) -> tuple[list[Exchange], ReferenceTokens, list[str]]:
-    """Return what model and server make of each prompt, the special tokens of the model, and what the server refuses."""
+) -> _Exchanged:
+    """Ask model and server for each prompt, and score their answers with the model."""
     observer.phase("computing the answers of A")
     special, references = model.refer(prompts, max_tokens)
     exchanges: list[Exchange] = []
@@ -253,7 +263,7 @@ def _exchanges(
             bar.advance()
     observer.phase("computing the log-probabilities of A")
     _score(model, exchanges, special)
-    return exchanges, special, refused
+    return _Exchanged(exchanges, special, refused)
 
 
 def _asked(server: OpenAIServer, reference: ReferenceAnswer, max_tokens: int) -> tuple[ServedPrompt, ServedAnswer]:

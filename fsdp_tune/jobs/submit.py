@@ -27,7 +27,8 @@ from fsdp_tune.jobs.plan import checkpoint_bytes
 from fsdp_tune.jobs.recipes import sized_recipe
 from fsdp_tune.jobs.sweep import OWN_KEYS, PlannedRun, plan_sweep
 from fsdp_tune.jobs.train import Preview, preview
-from fsdp_tune.recipe.read.loader import LoadedRecipe, catalogue_directory
+from fsdp_tune.recipe.read.catalogue import catalogue_directory
+from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value

@@ -39,13 +39,13 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_p
 from fsdp_tune.launch.command.resume import (
     Start,
     commands_to_resume,
+    decide_start,
     move_aside,
     refuse_beyond_end,
     refuse_when_continued,
     refuse_without_files,
     takes_best,
 )
-from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.channel import CountedBar, network_message, open_channel
 from fsdp_tune.launch.machines.directories import OwnDirectory

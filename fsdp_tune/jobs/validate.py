@@ -26,11 +26,12 @@ from fsdp_tune.jobs.first_rows import FIRST_ROWS, CheckedSource
 from fsdp_tune.jobs.inspection import Inspection, inspect, inspect_remaining
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
-from fsdp_tune.jobs.plan import budget_of, decide, visible_gpu
+from fsdp_tune.jobs.plan import budget_of, decide_open_keys, visible_gpu
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.model.model_files import ModelFacts, check_vocabulary
 from fsdp_tune.planner.search.search import undecided
-from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, find_recipe, load_recipe
+from fsdp_tune.recipe.read.catalogue import find_recipe
+from fsdp_tune.recipe.read.loader import LoadedRecipe, WrongRecipeError, load_recipe
 from fsdp_tune.recipe.read.yaml_source import read_text
 from fsdp_tune.recipe.resolve import ABSENT, Resolution, UnresolvedError, split_absent
 from fsdp_tune.recipe.schema.keys import pinned
@@ -45,7 +46,7 @@ class ValidateAnswer(JsonAnswer):
     recipe: str
     """The file."""
     valid: bool
-    resolved: dict[str, Any]
+    resolved: dict[str, object]
     """The recipe with every key decided; empty if mistakes prevent that."""
     reasons: dict[str, str]
     """Key → why it has its value."""
@@ -70,7 +71,7 @@ class PrepareAnswer(JsonAnswer):
     train: str
     evals: dict[str, str]
     """Label → directory of the set."""
-    report: dict[str, Any]
+    report: dict[str, object]
     """The account of rows and tokens."""
 
 
@@ -314,7 +315,7 @@ def _decide(resolution: Resolution, found: Inspection, *, offline: bool) -> Reso
         left = " and ".join(f"`{key}: auto`" for key in keys)
         found.unchecked.append(f"{left}: this machine does not have the run's memory; `fsdp-tune plan --gpu NAME` decides for a GPU")
         return resolution
-    decided = decide(recipe, budget, offline=offline)
+    decided = decide_open_keys(recipe, budget, offline=offline)
     found.notices.extend(decided.notices)
     return replace(resolution, recipe=decided.recipe, reasons=resolution.reasons | decided.reasons)
 

@@ -297,12 +297,12 @@ def _evaluation(path: Path) -> EvaluationLosses | None:
     return EvaluationLosses(last, step, best[0], best[1], [value for value, _ in values[-RECENT_LINES:]])
 
 
-def _training_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _training_lines(lines: list[dict[str, object]]) -> list[dict[str, Any]]:
     """Return the last `RECENT_LINES` lines of logged steps."""
     return [line for line in lines if "loss" in line and isinstance(line.get("step"), int)][-RECENT_LINES:]
 
 
-def _highest(lines: list[dict[str, Any]], name: str) -> float | None:
+def _highest(lines: list[dict[str, object]], name: str) -> float | None:
     return max((value for line in lines if (value := number(line.get(name))) is not None), default=None)
 
 
@@ -311,7 +311,7 @@ def _planned(run: RunDir) -> float | None:
     return plan.peak_reserved_gib if plan is not None else None
 
 
-def _time_left(lines: list[dict[str, Any]], total_steps: int | None) -> TimeLeft:
+def _time_left(lines: list[dict[str, object]], total_steps: int | None) -> TimeLeft:
     """Return the estimate from the last lines of metrics.jsonl."""
     found = TimeLeft(total_steps)
     for line in lines:
@@ -387,7 +387,7 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _total_steps(path: Path, last: list[dict[str, Any]]) -> int | None:
+def _total_steps(path: Path, last: list[dict[str, object]]) -> int | None:
     """Return the steps of the newest start among the `last` lines of the file, or else of the first one at its start."""
     newest = next((event for line in reversed(last) if isinstance(event := read_event(line), TrainStarted)), None)
     if newest is None and path.exists():

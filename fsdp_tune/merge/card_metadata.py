@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import yaml
 
@@ -27,7 +27,7 @@ def hub_id(name: str) -> str | None:
     return None if is_other else name
 
 
-def base_metadata(base: str | None, *, is_adapter: bool, is_resolved: bool) -> dict[str, Any]:
+def base_metadata(base: str | None, *, is_adapter: bool, is_resolved: bool) -> dict[str, object]:
     """Return `base_model` and `base_model_relation` of a model that was trained from `base`; nothing for a base that is not on the hub.
 
     A resolved recipe has absolute paths of local models, so that a name without one is that of a repository. What another tool has
@@ -37,7 +37,7 @@ def base_metadata(base: str | None, *, is_adapter: bool, is_resolved: bool) -> d
     return {} if found is None else {"base_model": found, "base_model_relation": "adapter" if is_adapter else "finetune"}
 
 
-def data_metadata(sources: Sequence[DataSource]) -> dict[str, Any]:
+def data_metadata(sources: Sequence[DataSource]) -> dict[str, object]:
     """Return `datasets`, the ids of the sources that are on the hub, and `language`, if all of them are and their cached cards name one."""
     ids = [_of_hub(source) for source in sources]
     on_hub = list(dict.fromkeys(each for each in ids if each is not None))
@@ -64,5 +64,5 @@ def _languages(data_set: str, revision: str | None) -> list[str]:
     except (OSError, ValueError, yaml.YAMLError):
         return []
     found = (metadata or {}).get("language")
-    values = cast(list[Any], found) if isinstance(found, list) else [found]
+    values = cast(list[object], found) if isinstance(found, list) else [found]
     return [each for each in values if isinstance(each, str)]

@@ -107,7 +107,7 @@ def refuse_outside(path: Path, folder: Path) -> None:
         )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, object]:
     path = folder / CONFIG_NAME
     refuse_outside(path, folder)
     try:
@@ -142,7 +142,7 @@ def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, 
     return snapshot(HubResource("model", base, "--base", "merge-base", where), wanted, revision=revision)
 
 
-def output_config(config: Mapping[str, Any], dtype: DType | None, changes: Mapping[str, Any]) -> dict[str, Any]:
+def output_config(config: Mapping[str, object], dtype: DType | None, changes: Mapping[str, object]) -> dict[str, object]:
     """Return the config for the merged weights, with their dtype and `changes`.
 
     The dtype has the name of transformers 5 and that of transformers before 4.56, `torch_dtype`.

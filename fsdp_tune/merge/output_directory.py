@@ -282,7 +282,7 @@ class Facts:
 
 
 def write_companions(
-    stage: Path, companions: Companions, layout: Layout, config_changes: Mapping[str, Any], adapter: Adapter | None = None
+    stage: Path, companions: Companions, layout: Layout, config_changes: Mapping[str, object], adapter: Adapter | None = None
 ) -> None:
     """Write the config with the dtype of the weights, and copy the tokenizer's files. An exported `adapter` gets PEFT's config."""
     if adapter is not None and adapter.is_exported:
@@ -316,14 +316,14 @@ def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     put(stage / CARD_NAME, card.encode())
 
 
-def _digests_of_files(stage: Path, files: Collection[str], layout: Layout) -> dict[str, Any]:
+def _digests_of_files(stage: Path, files: Collection[str], layout: Layout) -> dict[str, object]:
     """Return size and digest of each file but the card, which others change: of weights, the digest of the header."""
     headers = {file.name: {"size_bytes": file.size_bytes, "digest": digest_data(file.header).digest} for file in layout.files}
     others = sorted(set(files) - headers.keys() - {RECORD_NAME, CARD_NAME})
     return {"headers": headers, "contents": {name: asdict(digest_file(stage / name)) for name in others}}
 
 
-def _record(facts: Facts) -> dict[str, Any]:
+def _record(facts: Facts) -> dict[str, object]:
     run = facts.selection.run
     return {
         "kind": RECORD_KIND,
@@ -382,7 +382,7 @@ def model_card(
 ) -> str:
     """Return the card as Markdown. `facts` are (label, value) rows. `base` names the base model where no recipe does."""
     library = "peft" if is_adapter else "transformers"
-    front: dict[str, Any] = {
+    front: dict[str, object] = {
         "library_name": library,
         "pipeline_tag": "text-generation",
         "tags": ["fsdp-tune", *(["lora"] if is_adapter else [])],
@@ -423,7 +423,7 @@ def _published(recipe: Recipe) -> str:
     return yaml.safe_dump(without_folders(settings), sort_keys=False, allow_unicode=True)
 
 
-def without_folders(value: Any) -> Any:
+def without_folders(value: object) -> Any:
     """Return a value in which each absolute path, also in lists and mappings, is only its last part: folders name people and projects."""
     if isinstance(value, dict):
         return {key: without_folders(each) for key, each in value.items()}

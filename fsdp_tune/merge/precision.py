@@ -10,7 +10,6 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.errors import Notice, Where
 from fsdp_tune.core.tensors.file_formats import PREFIX
@@ -61,7 +60,7 @@ def _without_prefix(is_kept: Callable[[str], bool]) -> Callable[[str], bool]:
     return lambda name: is_kept(name.removeprefix(PREFIX))
 
 
-def _may_keep(config: Mapping[str, Any]) -> bool:
+def _may_keep(config: Mapping[str, object]) -> bool:
     """Return whether a class of the configuration may keep tensors in fp32, by the text of transformers' source, which takes seconds to
     import."""
     kinds = {value for each in _nested(config) if isinstance(value := each.get("model_type"), str)}
@@ -85,6 +84,6 @@ def _may_keep(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def _nested(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _nested(config: Mapping[str, object]) -> list[Mapping[str, object]]:
     inner = [value for value in config.values() if isinstance(value, dict)]
     return [config, *(each for value in inner for each in _nested(value))]

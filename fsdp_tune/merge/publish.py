@@ -104,7 +104,7 @@ def without_results(card: str) -> str:
 
 def _keep_apart(results: Sequence[Any]) -> None:
     """Give sets of the same data and split their names as configurations: the metadata has one entry for the three."""
-    names: dict[Any, str] = {}
+    names: dict[object, str] = {}
     for each in results:
         if names.setdefault(each.unique_identifier, each.dataset_name) != each.dataset_name:
             each.dataset_config = each.dataset_name

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def quantise_merged(merged: Path, recipe: Recipe, max_shard_bytes: int) -> Quant
     return QuantisedModel(target, found["layers"], found["difference"], found["size_bytes"], time.monotonic() - started)
 
 
-def _new_record(stage: Path, merged: Path, found: dict[str, Any]) -> dict[str, Any]:
+def _new_record(stage: Path, merged: Path, found: dict[str, object]) -> dict[str, object]:
     """Return the merge.json: steps and reason of the merge, its digest, what the conversion found, and the digest of each file."""
     of_merge, files = merge_record(merged), {*list_files(stage), RECORD_NAME, CARD_NAME}
     contents = {name: asdict(digest_file(stage / name)) for name in sorted(files - {RECORD_NAME, CARD_NAME})}
@@ -148,7 +149,7 @@ def _new_record(stage: Path, merged: Path, found: dict[str, Any]) -> dict[str, A
     )
 
 
-def _converted(request: dict[str, Any]) -> dict[str, Any]:
+def _converted(request: Mapping[str, object]) -> dict[str, Any]:
     """Return what the child found. Raises: FailedError with its last line."""
     with JsonChild(CONVERT, {**os.environ, **CHILD_ENVIRONMENT}) as child:
         child.send(json.dumps(request), is_last=True)

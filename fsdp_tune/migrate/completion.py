@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from fsdp_tune.core.topology import ROW_KEYS
 from fsdp_tune.core.units import enumerated
@@ -12,17 +12,17 @@ from fsdp_tune.migrate.open_keys import is_asked, leave_open
 from fsdp_tune.migrate.read import python_script
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
 from fsdp_tune.migrate.rules import TRAIN, Rules, is_on
-from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, soup, torchtune, unsloth
+from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Defaults
+from fsdp_tune.migrate.tools import automodel, axolotl, torchtune
 from fsdp_tune.migrate.tools.flat_options import is_mixed, pack_texts
 from fsdp_tune.migrate.tools.long_rows import settle_long_rows
-from fsdp_tune.recipe.outcome import Fate, Path, Weight
+from fsdp_tune.migrate.tools.table import TOOLS
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.outcome import Fate, Weight
 from fsdp_tune.recipe.read.tool_detection import (
-    ACCELERATE,
     AUTOMODEL,
     AXOLOTL,
-    DEEPSPEED,
     EXAMPLES,
-    FMS,
     LLAMA_FACTORY,
     SOUP,
     SWIFT,
@@ -30,92 +30,16 @@ from fsdp_tune.recipe.read.tool_detection import (
     TRL,
     UNSLOTH,
 )
-from fsdp_tune.recipe.schema.keys import default_at, dotted, has_default
+from fsdp_tune.recipe.schema.keys import default_at, has_default
 
-MICRO: Path = ("training", "per_device_train_batch_size")
-ACCUMULATION: Path = ("training", "gradient_accumulation_steps")
-GLOBAL: Path = ("training", "global_batch_size")
-RANKS: Path = ("launch", "num_processes")
-MACHINES: Path = ("launch", "num_machines")
+MICRO: KeyPath = ("training", "per_device_train_batch_size")
+ACCUMULATION: KeyPath = ("training", "gradient_accumulation_steps")
+GLOBAL: KeyPath = ("training", "global_batch_size")
+RANKS: KeyPath = ("launch", "num_processes")
+MACHINES: KeyPath = ("launch", "num_machines")
 GPUS_OF_A_MACHINE = 8
 """Few machines have more."""
 MODEL_PLACEHOLDER, DATA_PLACEHOLDER = "MODEL", "NAME"
-
-_TRAINER: dict[str, Any] = {"training.learning_rate": 5e-5, "training.per_device_train_batch_size": 8}
-"""Defaults of TrainingArguments that a recipe does not share."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    AXOLOTL: {
-        "training.num_train_epochs": 1,
-        "training.lr_scheduler_type": "cosine",
-        "training.warmup_steps": 0.03,
-        "data.max_length": 512,
-    },
-    TRL: {
-        "training.per_device_train_batch_size": 8,
-        "data.max_length": 1024,
-        "fsdp.activation_checkpointing": "full",
-        "training.report_to": [],
-    },
-    LLAMA_FACTORY: {**_TRAINER, "fsdp.activation_checkpointing": "full", "training.logging_steps": 500, "training.report_to": []},
-    EXAMPLES: {**_TRAINER, "precision.mixed_precision": "no"},
-    SWIFT: {
-        "training.per_device_train_batch_size": 1,
-        "training.weight_decay": 0.1,
-        "training.adam_beta2": 0.95,
-        "training.lr_scheduler_type": "cosine",
-        "training.logging_steps": 5,
-        "fsdp.activation_checkpointing": "full",
-        "precision.mixed_precision": "bf16",
-    },
-    TORCHTUNE: {"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
-    ACCELERATE: {},
-    DEEPSPEED: {},
-    UNSLOTH: {
-        "training.per_device_train_batch_size": 4,
-        "training.gradient_accumulation_steps": 2,
-        "training.learning_rate": 5e-5,
-        "training.weight_decay": 0.001,
-        "training.warmup_steps": 0.1,
-        "training.optim": "adamw_torch_8bit",
-        "training.seed": 3407,
-        "data.max_length": 2048,
-        "fsdp.activation_checkpointing": "full",
-    },
-    AUTOMODEL: {"training.max_grad_norm": 1.0},
-    SOUP: {
-        "training.gradient_accumulation_steps": 4,
-        "training.warmup_steps": 0.03,
-        "training.weight_decay": 0.01,
-        "training.lr_scheduler_type": "cosine",
-        "training.save_steps": 100,
-        "data.eval.fraction": 0.1,
-    },
-    FMS: {**_TRAINER, "data.max_length": 4096, "training.save_strategy": "epoch"},
-}
-"""What a tool does where its file says nothing and a recipe would do another thing: the defaults in its own code."""
-_ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
-    TRL: {"lora.r": 16, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
-    LLAMA_FACTORY: {"lora.r": 8, "lora.target_modules": "all-linear", "precision.mixed_precision": "bf16"},
-    SWIFT: {
-        "lora.r": 8,
-        "lora.lora_alpha": 32,
-        "lora.lora_dropout": 0.05,
-        "lora.target_modules": "all-linear",
-        "training.learning_rate": 1e-4,
-    },
-    UNSLOTH: {"lora.r": 16, "lora.lora_alpha": 16, "lora.lora_dropout": 0.0, "quantization.load": "nf4"},
-    AUTOMODEL: {"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.0},
-    SOUP: {"lora.r": 64, "lora.lora_alpha": 16, "lora.lora_dropout": 0.05, "quantization.load": "nf4"},
-    FMS: {"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
-}
-_OF_FULL_TRAINING: dict[str, dict[str, Any]] = {
-    SWIFT: {"training.learning_rate": 1e-5},
-    LLAMA_FACTORY: {"precision.mixed_precision": "no"},  # weights are cast to fp32, and computed in it without `bf16`
-    FMS: {"model.dtype": "bf16"},
-}
-"""Without adapters: beside these, frozen weights are stored and computed in bf16 there as here."""
-_LOADS_AS_STORED = frozenset({AUTOMODEL, SWIFT, EXAMPLES, UNSLOTH})  # as transformers 5 does
-_OWN_RULE = {UNSLOTH: unsloth.has_adapter, SOUP: soup.has_adapter, FMS: accelerate_config.fms_has_adapter}
 
 
 def complete(ledger: Ledger, num_gpus: int | None, rules: Rules) -> None:
@@ -145,29 +69,22 @@ def adapter_switch(ledger: Ledger) -> bool | None:
     answers = {target: value for target, value in ledger.answers.items() if target[0] == "lora"}
     if ("lora",) in answers or any(value is not None for value in answers.values()):
         return any(value is not None for value in answers.values())
-    if any(row.fate is Fate.QUESTION and row.path[-1] in _SWITCHES.get(ledger.tool, ()) for row in ledger.rows):
+    tool = TOOLS[ledger.tool]
+    if any(row.fate is Fate.QUESTION and row.path[-1] in tool.adapter_switches for row in ledger.rows):
         return None
-    if ledger.tool in (LLAMA_FACTORY, SWIFT):
-        return next((values[name] for name in _SWITCHES[ledger.tool] if name in values), "lora") == "lora"
-    if ledger.tool in _OWN_RULE:
-        return _OWN_RULE[ledger.tool](values)
+    given = next((values[name] for name in tool.adapter_switches if name in values), _MISSING)
+    if tool.trains_adapters:
+        return given in (_MISSING, "lora")
+    if tool.has_adapter is not None:
+        return tool.has_adapter(values)
     has_keys = any(target[0] == "lora" and each.value not in (False, 0, None, "none") for target, each in ledger.settings.items())
-    if ledger.tool not in _SWITCHES:
+    if not tool.adapter_switches:
         return has_keys
-    given = next((values[name] for name in _SWITCHES[ledger.tool] if name in values), _MISSING)
     if given is _MISSING:
         return None if has_keys else False
     return given in ("lora", "qlora") if ledger.tool == AXOLOTL else is_on(given)
 
 
-_SWITCHES = {
-    LLAMA_FACTORY: ("finetuning_type",),
-    SWIFT: ("tuner_type", "train_type", "sft_type"),
-    AXOLOTL: ("adapter",),
-    TRL: ("use_peft",),
-    EXAMPLES: ("use_peft",),
-}
-"""Keys that decide whether a tool trains adapters."""
 _MISSING = object()
 
 
@@ -185,7 +102,7 @@ def _settle_adapter(ledger: Ledger) -> None:
         return
     for target in [target for target in ledger.settings if target[0] == "lora" or target[:2] in _OF_FROZEN_WEIGHTS]:
         if switch is None:
-            name = _SWITCHES[ledger.tool][0]
+            name = TOOLS[ledger.tool].adapter_switches[0]
             words = f"{ledger.tool} trains an adapter if `{name}` says so, which is not known here"
             ledger.withdraw(target, f"{words}: write it under `{target[0]}:` to train one, or leave it out")
         else:
@@ -212,7 +129,6 @@ _UPCAST = "with sharding, trained weights are kept in fp32 there, as here"
 _SHARDING = frozenset(
     {"deepspeed", "deepspeed_config", "zero_stage", "fsdp", "fsdp_config", "use_fsdp", "use_deepspeed", "deepspeed_config_file"}
 )
-_UPCASTS = frozenset({TRL, SWIFT, EXAMPLES, AXOLOTL, FMS})
 
 
 def _keeps_fp32(ledger: Ledger) -> bool:
@@ -227,8 +143,8 @@ def _keeps_fp32(ledger: Ledger) -> bool:
         for row in ledger.rows
     )
     is_patched = ledger.tool == AXOLOTL and ledger.get("fsdp", "version") == 2
-    computed = ledger.get("precision", "mixed_precision") or DEFAULTS[ledger.tool].get("precision.mixed_precision", "bf16")
-    return ledger.tool in _UPCASTS and is_sharded and not is_patched and computed != "no"
+    computed = ledger.get("precision", "mixed_precision") or TOOLS[ledger.tool].defaults.get("precision.mixed_precision", "bf16")
+    return TOOLS[ledger.tool].upcasts and is_sharded and not is_patched and computed != "no"
 
 
 _EVALUATIONS = ("eval_steps", "eval_strategy", "per_device_eval_batch_size", "eval_on_start", "eval_delay")
@@ -257,20 +173,19 @@ def _is_plain(ledger: Ledger) -> bool:
     return ledger.tool == UNSLOTH and ledger.value(python_script.PLAIN_ARGUMENTS) is not None
 
 
-def _defaults_of_tool(ledger: Ledger) -> dict[str, Any]:
-    found = DEFAULTS[ledger.tool]
+def _defaults_of_tool(ledger: Ledger) -> dict[str, object]:
+    found = TOOLS[ledger.tool].defaults
     if _is_plain(ledger):
-        return {key: value for key, value in found.items() if not key.startswith("training.")} | _TRAINER
+        return {key: value for key, value in found.items() if not key.startswith("training.")} | {**TRAINER_DEFAULTS}
     return dict(found)
 
 
-def _defaults_by_adapter(ledger: Ledger) -> dict[str, Any]:
+def _defaults_by_adapter(ledger: Ledger) -> Defaults:
     """Return the defaults that depend on whether an adapter is trained. Where that is not known, they are to be decided."""
-    of_both = (_ADAPTER_DEFAULTS.get(ledger.tool, {}), _OF_FULL_TRAINING.get(ledger.tool, {}))
-    switch = adapter_switch(ledger)
+    tool, switch = TOOLS[ledger.tool], adapter_switch(ledger)
     if switch is not None:
-        return of_both[0 if switch else 1]
-    for target in (tuple(key.split(".")) for key in of_both[0] | of_both[1] if not key.startswith("lora.")):
+        return tool.adapter_defaults if switch else tool.full_defaults
+    for target in (tuple(key.split(".")) for key in {**tool.adapter_defaults, **tool.full_defaults} if not key.startswith("lora.")):
         if ledger.get(*target) is None:
             ledger.decide(target, f"the default of {ledger.tool} depends on whether an adapter is trained")
     return {}
@@ -290,7 +205,7 @@ def _set_adapter_of_llama_factory(ledger: Ledger, defaults: dict[str, Any]) -> N
 
 def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     is_adapted = has_adapter(ledger)
-    found = _defaults_of_tool(ledger)
+    tool, found = TOOLS[ledger.tool], _defaults_of_tool(ledger)
     found |= _defaults_by_adapter(ledger)
     if is_adapted and ledger.tool == LLAMA_FACTORY:
         _set_adapter_of_llama_factory(ledger, found)
@@ -300,7 +215,7 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
     is_upcast = _keeps_fp32(ledger)
     if is_upcast:
         found.pop("model.dtype", None)
-    if ledger.tool in _LOADS_AS_STORED and not is_adapted and not is_upcast and ledger.get("model", "dtype") is None:
+    if tool.loads_as_stored and not is_adapted and not is_upcast and ledger.get("model", "dtype") is None:
         words = f"{ledger.tool} trains weights in the dtype of their files, mostly bf16; here they are fp32: `dtype: bf16`?"
         ledger.decide(("model", "dtype"), words)
     if "quantization.load" in found and _is_unquantised(ledger):
@@ -312,35 +227,31 @@ def _set_defaults(ledger: Ledger, rules: Rules) -> None:
         del found["training.weight_decay"]
     if ledger.tool == EXAMPLES:
         pack_texts(ledger)
-    settle_long_rows(ledger, found)
+    settle_long_rows(ledger, tool.long_rows, found)
     if ledger.tool == AXOLOTL:
         axolotl.settle_defaults(ledger, found, is_loaded_in_half=not is_adapted and not is_upcast)
     found |= _defaults_of_other_keys(ledger)
-    leave_open(ledger, rules, found)
+    leave_open(ledger, rules, found, null_is_default=tool.null_is_default)
     _leave_out_defaults(ledger, found)
     for key, value in found.items():
         owner = python_script.PLAIN_ARGUMENTS if _is_plain(ledger) and key.startswith("training.") else ledger.tool
         ledger.set(tuple(key.split(".")), value, f"default of {owner}", Weight.DEFAULT)
 
 
-def _defaults_of_other_keys(ledger: Ledger) -> dict[str, Any]:
+def _defaults_of_other_keys(ledger: Ledger) -> dict[str, object]:
     """Return the defaults that have an effect with another key alone: of mixtures, of streams and of quantised weights."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     if ledger.tool == SWIFT and any(target[:2] == TRAIN and target[-1] == "weight" for target in ledger.settings):
         found["data.mixture.stopping_strategy"] = "first_exhausted"
-    if ledger.tool in _STREAM_BUFFERS and is_on(ledger.get("data", "streaming") or False):
-        found["data.shuffle_buffer_size"] = _STREAM_BUFFERS[ledger.tool]
+    if (buffer := TOOLS[ledger.tool].stream_buffer) is not None and is_on(ledger.get("data", "streaming") or False):
+        found["data.shuffle_buffer_size"] = buffer
     is_quantised = ledger.settings.get(("quantization", "load"))
     if ledger.tool in (SWIFT, LLAMA_FACTORY) and is_quantised is not None and is_quantised.weight is not Weight.DEFAULT:
         found["quantization.scales"] = "bf16"
     return found
 
 
-_STREAM_BUFFERS = {SWIFT: 1000, LLAMA_FACTORY: 16384}
-"""Rows in the buffer that shuffles a stream."""
-
-
-def _leave_out_defaults(ledger: Ledger, defaults: dict[str, Any]) -> None:
+def _leave_out_defaults(ledger: Ledger, defaults: dict[str, object]) -> None:
     """Remove values that are the defaults of the tool, written out, unless a recipe has the same default.
 
     A file that leaves such a key out gets `defaults` and the recipe's own: so does one that has it.
@@ -459,7 +370,7 @@ def _compute(ledger: Ledger, row: AccountRow, reason: str) -> None:
     ledger.settings[GLOBAL].rows.append(row)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -32,7 +32,8 @@ from fsdp_tune.migrate.rules import (
     same,
     section,
 )
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write, by_path, flattened
+from fsdp_tune.recipe.key_paths import KeyPath, flattened
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, by_path
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES, settle, take_aliases, translate
 from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY, SWIFT
 from fsdp_tune.recipe.read.yaml_source import MappingNode, compose, plain_value
@@ -69,7 +70,7 @@ def named_optimizer(names: Mapping[str, str], decay: str) -> Rule:
 
 def decays_by_default(ledger: LedgerView, *, of_the_class: bool) -> bool:
     """Return whether an optimizer has AdamW's default decay, 0.01: that of `--set` before the class of the file."""
-    optim: Path = ("training", "optim")
+    optim: KeyPath = ("training", "optim")
     return str(ledger.get(*optim) or DEFAULT_OPTIMIZER).startswith("adamw") if ledger.has_answer(optim) else of_the_class
 
 
@@ -84,7 +85,7 @@ def chat_template(key: FileKey) -> Outcome:
         return Drop("the tokenizer's own is the default here too")
     if name == "jinja" and key.beside(f"{key.name}_jinja"):
         return Drop(f"the template is `{key.name}_jinja`")
-    target: Path = (*(key.place or ("data",)), "chat_template")
+    target: KeyPath = (*(key.place or ("data",)), "chat_template")
     if (same_name := _bundled(key.ledger, name)) or name.endswith((".jinja", ".jinja2")) or is_jinja(name):
         is_same = key.name == "chat_template" and same_name in (None, name)
         return Write({target: same_name or name}, fate=Fate.KEPT if is_same else Fate.CONVERTED)
@@ -156,13 +157,13 @@ def _by_legacy(key: FileKey) -> Outcome | None:
     return None
 
 
-def _is_known(tree: Mapping[str, Any]) -> bool:
+def _is_known(tree: Mapping[str, object]) -> bool:
     names = {key.path for key in all_keys()}
     return all(target in names for target, _ in flattened(tree))
 
 
 class _Translated(NamedTuple):
-    tree: dict[str, Any]
+    tree: dict[str, object]
     words: str
     """Of the notices about old spellings."""
     problem: Problem | None
@@ -177,7 +178,7 @@ def _translated(tree: Mapping[str, object]) -> _Translated:
     more, wrong = settle(root)
     take_aliases(root)
     said = [notice.message.partition(": ")[2] or notice.message for notice in (*notices, *more)]
-    after = cast("dict[str, Any]", _without_empty(plain_value(root)))
+    after = cast("dict[str, object]", _without_empty(plain_value(root)))
     return _Translated(after, "; ".join(said), next(iter((*problems, *wrong)), None))
 
 
@@ -244,7 +245,7 @@ def _zero_config(key: FileKey) -> Outcome:
         return Ask(f"{owner_of('deepspeed')}; `fsdp-tune import` reads such a file", "fsdp.sharding_strategy")
     strategy = SYNONYMS["zero_stage"].outcome(stage)
     assert isinstance(strategy, Write)
-    offload: dict[Path, object] = {("fsdp", "offload_params"): True} if "offload" in name else {}
+    offload: dict[KeyPath, object] = {("fsdp", "offload_params"): True} if "offload" in name else {}
     return Write(dict(by_path(strategy.settings)) | offload, "by the name of the file")
 
 
@@ -303,7 +304,7 @@ _SAME = ("path", "name", "split", "data_files", "data_dir", "revision", "columns
 _COLUMNS = frozenset(name for name, synonym in OF_A_SOURCE.items() if synonym.key == "data.train.rename_columns")
 
 
-def source(place: Path, named: Rules) -> Rule:
+def source(place: KeyPath, named: Rules) -> Rule:
     """Return a rule for an entry, the name of a data set or a mapping: the source at `place`. `named`: rules of the tool."""
     rules = {**each(_SAME, lambda key: Write({(*key.place, key.name): key.value}, fate=Fate.KEPT)), **named}
 
@@ -315,7 +316,7 @@ def source(place: Path, named: Rules) -> Rule:
     return rule
 
 
-def sources(place: Path, named: Rules, *, hint: str = "") -> Rule:
+def sources(place: KeyPath, named: Rules, *, hint: str = "") -> Rule:
     """Return a rule for a list of entries from `place` on; one that is not a list is an entry, or a question if there is a `hint`."""
 
     def rule(key: FileKey) -> Outcome:
@@ -341,6 +342,6 @@ def _by_synonym(key: FileKey) -> Outcome:
     return Write({(*key.place, *target): value for target, value in found.items() if is_place or target != ("path",)})
 
 
-def in_entry(outcome: Write) -> dict[Path, object]:
+def in_entry(outcome: Write) -> dict[KeyPath, object]:
     """Return what a synonym writes into an entry of `data.train`, by the keys of the entry."""
     return {target[3:]: value for target, value in by_path(outcome.settings)}

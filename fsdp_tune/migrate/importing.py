@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any, cast
+from typing import cast
 
 import yaml
 
@@ -28,25 +28,20 @@ from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER, STARTS_EA
 from fsdp_tune.migrate.read.foreign_file import END, MANIFEST, SBATCH, ForeignFile, named_values, read_foreign, take_unexpanded
 from fsdp_tune.migrate.rules import FileKey, Inside, Outcome, Rule, Rules, each, outcome_of, same, section
 from fsdp_tune.migrate.settling import ask_each, settle_all
-from fsdp_tune.migrate.tools import accelerate_config, automodel, axolotl, flat_options, jobs, llama_factory, soup, torchtune, unsloth
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
-from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, Override, parse_recipe, read_overrides
+from fsdp_tune.migrate.tools import accelerate_config, jobs, llama_factory, torchtune
+from fsdp_tune.migrate.tools.table import TOOLS
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
+from fsdp_tune.recipe.read.loader import BY_IMPORT, DECIDE, IMPORTED_FROM, parse_recipe
+from fsdp_tune.recipe.read.overrides import Override, read_overrides
 from fsdp_tune.recipe.read.tool_detection import (
-    ACCELERATE,
-    AUTOMODEL,
-    AXOLOTL,
-    DEEPSPEED,
-    EXAMPLES,
-    FMS,
     LLAMA_FACTORY,
-    SOUP,
     SWIFT,
     TORCHTUNE,
     TRL,
     UNSLOTH,
 )
 from fsdp_tune.recipe.rules.rates import UNREAD
-from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _WIDTH = 100
@@ -126,7 +121,7 @@ class _Comments:
         self._explained: set[int] = set()
         """Rows whose reason stands beside another value already."""
 
-    def entry(self, target: Path, node: object, indent: int) -> Iterator[str]:
+    def entry(self, target: KeyPath, node: object, indent: int) -> Iterator[str]:
         space, key = "  " * indent, _key(str(target[-1]))
         if isinstance(node, Setting):
             above, beside = self._of(node)
@@ -139,7 +134,7 @@ class _Comments:
         for index, item in enumerate(as_list(node)):
             yield from self._item((*target, index), item, indent)
 
-    def _item(self, target: Path, item: Mapping[str, object], indent: int) -> Iterator[str]:
+    def _item(self, target: KeyPath, item: Mapping[str, object], indent: int) -> Iterator[str]:
         """An entry of a list: its first key has the dash."""
         lines = [line for name, inner in item.items() for line in self.entry((*target, name), inner, indent + 2)]
         space = "  " * (indent + 1)
@@ -201,20 +196,6 @@ def _inner(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) if is_plain and any(character in text for character in ",[]{}") else text
 
 
-RULES: dict[str, Rules] = {
-    AXOLOTL: axolotl.RULES,
-    TRL: flat_options.TRL_RULES,
-    EXAMPLES: flat_options.EXAMPLE_RULES,
-    LLAMA_FACTORY: llama_factory.RULES,
-    SWIFT: flat_options.SWIFT_RULES,
-    TORCHTUNE: torchtune.RULES,
-    ACCELERATE: accelerate_config.ACCELERATE_RULES,
-    DEEPSPEED: accelerate_config.DEEPSPEED_RULES,
-    UNSLOTH: unsloth.RULES,
-    AUTOMODEL: automodel.RULES,
-    SOUP: soup.RULES,
-    FMS: accelerate_config.FMS_RULES,
-}
 _MOST_CORRECTIONS = 50
 
 
@@ -289,39 +270,25 @@ def import_file(
 
 def _rules(found: ForeignFile, ignored: Collection[str]) -> Rules:
     """Return the rules of the keys of a file; `ignored` are those that its tool does not read."""
-    rules = {**RULES[found.tool], LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
+    rules = {**TOOLS[found.tool].rules, LAUNCHER: section(_LAUNCHER), ENVIRONMENT: _environment, "config": _named(found.named), **_NESTED}
     rules |= {SBATCH: jobs.sbatch, MANIFEST: Inside(jobs.MANIFEST_RULES)}
     rules |= {"env": _environment} if found.tool == TRL else {}  # TrlParser exports them
     return {**rules, **each(ignored, Drop("the tool does not read it"))}
 
 
-def options_of(path: FilePath) -> dict[str, Any]:
+def options_of(path: FilePath) -> dict[str, object]:
     """Return the options of a configuration, with those of the file that it names, without the launcher's. Raises: FsdpTuneError."""
     aside = (LAUNCHER, ENVIRONMENT, SBATCH, MANIFEST, "config")
     return {name: value for name, value in read_foreign(path).values.items() if name not in aside}
 
 
-_METHODS = (
-    (LLAMA_FACTORY, "stage", llama_factory.STAGES, llama_factory.UNSUPPORTED),
-    (SOUP, "task", soup.TASKS, soup.UNSUPPORTED),
-    (AUTOMODEL, "recipe", automodel.RECIPES, automodel.UNSUPPORTED),
-    (FMS, "peft_method", accelerate_config.FMS_METHODS, accelerate_config.FMS_UNSUPPORTED),
-)
-"""Tool, the key that names the method of a training, its values that are imported, and what the others are."""
-
-
 def _refuse_other_training(found: ForeignFile) -> None:
     """Raises: usage error for preference tuning and the like: a recipe of it would train something else."""
     values = found.values
-    kinds = {
-        AXOLOTL: axolotl.UNSUPPORTED,
-        SWIFT: flat_options.SWIFT_UNSUPPORTED,
-        TORCHTUNE: torchtune.UNSUPPORTED,
-        TRL: flat_options.TRL_UNSUPPORTED,
-        AUTOMODEL: automodel.OTHER_MODELS,
-    }.get(found.tool, {})
-    wrong = [(name, kind) for name, kind in kinds.items() if values.get(name)]
-    wrong += [(key, kind) for tool, key, fine, kind in _METHODS if found.tool == tool and values.get(key) not in (None, *fine)]
+    tool = TOOLS[found.tool]
+    wrong = [(name, kind) for name, kind in tool.other_training.items() if values.get(name)]
+    if (method := tool.method) is not None and values.get(method.key) not in (None, *method.imported):
+        wrong.append((method.key, method.others))
     for name, kind in [pair for pair in wrong if (pair[0],) not in found.computed][:1]:
         where = Where(str(found.path), found.lines.get((name,)), key=name)
         given = f": {values[name]}" if isinstance(values[name], str) else ""
@@ -334,7 +301,7 @@ def _refuse_other_training(found: ForeignFile) -> None:
 
 def _include(ledger: Ledger, found: ForeignFile) -> None:
     """Put the keys of the files that are named, and that are here, into the account."""
-    named: list[Path] = [(LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
+    named: list[KeyPath] = [(LAUNCHER, "config_file"), (LAUNCHER, "deepspeed_config_file"), ("deepspeed",)]
     named += [("deepspeed_config", "deepspeed_config_file"), ("fsdp_config",), (accelerate_config.FMS_DATA_CONFIG,)]
     for key in named:
         named_file = named_values(found, ledger.value(*key))
@@ -365,7 +332,7 @@ def _named(file: FilePath | None) -> Rule:
 
 
 def _deepspeed(key: FileKey) -> Outcome:
-    own = RULES[key.tool].get("deepspeed", by_name)
+    own = TOOLS[key.tool].rules.get("deepspeed", by_name)
     return Inside(accelerate_config.DEEPSPEED_RULES) if isinstance(key.value, dict) else outcome_of(own, key)
 
 
@@ -415,7 +382,7 @@ _NESTED: Rules = {"deepspeed": _deepspeed}
 # ---- The text
 
 
-def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[Path, Override]) -> tuple[str, Recipe]:
+def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read: Mapping[KeyPath, Override]) -> tuple[str, Recipe]:
     """Return the text of a recipe, and what it loads as. A value that its reader refuses becomes a question, with the reader's message.
 
     Raises: FsdpTuneError for a refused value of `--set`.
@@ -439,7 +406,7 @@ def _accepted(ledger: Ledger, found: ForeignFile, overrides: Sequence[str], read
     raise AssertionError("a recipe without settings loads")
 
 
-def _at_override(overrides: Mapping[Path, Override], problem: Problem) -> Problem | None:
+def _at_override(overrides: Mapping[KeyPath, Override], problem: Problem) -> Problem | None:
     """Return a problem that is about an override, at its place; None for another one."""
     if str(problem.where.source).startswith("--set"):
         return problem
@@ -448,7 +415,7 @@ def _at_override(overrides: Mapping[Path, Override], problem: Problem) -> Proble
     return None if about is None or not key else replace(problem, where=Where(about.source, key=key))
 
 
-def _setting_of(ledger: Ledger, problem: Problem) -> Path | None:
+def _setting_of(ledger: Ledger, problem: Problem) -> KeyPath | None:
     """Take back the setting that a problem is about, and return it; None if the recipe has none there any more.
 
     A setting that nothing would read is left out; other ones become questions.

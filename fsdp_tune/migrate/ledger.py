@@ -13,8 +13,9 @@ from typing import Any, Protocol, cast
 from fsdp_tune.core.secrets import MASK, has_secret_shape, mask_values
 from fsdp_tune.core.values import is_list, is_mapping
 from fsdp_tune.migrate.tool_keys import is_default_of
-from fsdp_tune.recipe.outcome import Fate, Path, Settings, Weight, by_path, flattened
-from fsdp_tune.recipe.schema.keys import default_at, dotted, has_default
+from fsdp_tune.recipe.key_paths import KeyPath, dotted, flattened
+from fsdp_tune.recipe.outcome import Fate, Settings, Weight, by_path
+from fsdp_tune.recipe.schema.keys import default_at, has_default
 
 _PLACE = re.compile(r" \([^()]* on line \d+[^()]*\)| on line \d+")
 _HUB_TOKENS = frozenset({"hub_token", "hf_token", "token", "HF_TOKEN"})
@@ -34,10 +35,10 @@ _ORDER = list(Weight)
 class AccountRow:
     """One key of the other tool, or a mapping or list that has one meaning."""
 
-    path: Path
+    path: KeyPath
     value: Any
     fate: Fate
-    targets: tuple[Path, ...]
+    targets: tuple[KeyPath, ...]
     """Keys of the recipe that got a value, or that a question is about."""
     reason: str
     line: int | None
@@ -47,7 +48,7 @@ class AccountRow:
         return dotted(self.path)
 
     @property
-    def shown_value(self) -> Any:
+    def shown_value(self) -> object:
         """The value with secrets replaced. Of a key that is known, as of a special token, the name says nothing about secrets."""
         return mask_values(self.value, str(self.path[-1]) if self.fate is Fate.QUESTION else "")
 
@@ -72,7 +73,7 @@ class Setting:
     rows: list[AccountRow] = field(default_factory=list[AccountRow])
 
 
-def leaves(value: object, path: Path = ()) -> Iterator[Path]:
+def leaves(value: object, path: KeyPath = ()) -> Iterator[KeyPath]:
     """Return the path of each value: a scalar, an empty mapping or list, or a list of scalars."""
     if is_mapping(value) and value:
         for name, inner in value.items():
@@ -92,11 +93,11 @@ class LedgerView(Protocol):
     @property
     def templates(self) -> Collection[str]: ...
     @property
-    def settings(self) -> Mapping[Path, Setting]: ...
+    def settings(self) -> Mapping[KeyPath, Setting]: ...
     def value(self, *path: str | int) -> Any: ...
-    def get(self, *target: str | int) -> Any: ...
-    def has_answer(self, target: Path) -> bool: ...
-    def decided(self, target: Path, of_the_file: Any) -> Any: ...
+    def get(self, *target: str | int) -> object: ...
+    def has_answer(self, target: KeyPath) -> bool: ...
+    def decided(self, target: KeyPath, of_the_file: object) -> Any: ...
 
 
 class Ledger:
@@ -104,11 +105,11 @@ class Ledger:
 
     def __init__(
         self,
-        values: dict[str, Any],
-        lines: Mapping[Path, int],
+        values: dict[str, object],
+        lines: Mapping[KeyPath, int],
         tool: str,
         templates: Collection[str] = (),
-        answers: Mapping[Path, Any] | None = None,
+        answers: Mapping[KeyPath, object] | None = None,
     ) -> None:
         self.values, self.tool, self.templates = values, tool, templates
         self.answers = answers or {}
@@ -117,33 +118,33 @@ class Ledger:
         self._lines = lines
         self._open = dict.fromkeys(leaves(values)) if values else {}
         self.rows: list[AccountRow] = []
-        self.settings: dict[Path, Setting] = {}
-        self.included: list[Path] = []
+        self.settings: dict[KeyPath, Setting] = {}
+        self.included: list[KeyPath] = []
         """Places of other files' content. What a file or command says itself comes before what it includes."""
-        self.decisions: list[tuple[Path, str]] = []
+        self.decisions: list[tuple[KeyPath, str]] = []
         """What a person has to decide and no single key of the file asks: (key of the recipe, words)."""
         self._has_written_answers = False
 
     def value(self, *path: str | int) -> Any:
         """Return the value at a path; None if there is none."""
-        found: Any = self.values
+        found: object = self.values
         for part in path:
             if isinstance(found, dict):
-                found = cast("dict[object, Any]", found).get(part)
+                found = cast("dict[object, object]", found).get(part)
             elif is_list(found) and isinstance(part, int) and part < len(found):
                 found = found[part]
             else:
                 return None
         return found
 
-    def is_default(self, path: Path) -> bool:
+    def is_default(self, path: KeyPath) -> bool:
         """Return whether the value of a key is what the tool does without the key."""
         return len(path) == 1 and is_default_of(self.tool, str(path[0]), self.value(*path))
 
-    def is_open(self, path: Path) -> bool:
+    def is_open(self, path: KeyPath) -> bool:
         return any(each[: len(path)] == path for each in self._open)
 
-    def include(self, path: Path, value: Any) -> None:
+    def include(self, path: KeyPath, value: Any) -> None:
         """Add the content of another file, in the place of its name if the file has one."""
         if self.is_open(path):
             self._take(path)
@@ -154,7 +155,7 @@ class Ledger:
 
     def write(
         self,
-        path: Path,
+        path: KeyPath,
         settings: Settings,
         fate: Fate,
         reason: str = "",
@@ -182,14 +183,14 @@ class Ledger:
         for target, value in found:
             self.set(target, value, dotted(path), weight, row)
 
-    def _clash(self, target: Path, value: object, weight: Weight) -> Path | None:
+    def _clash(self, target: KeyPath, value: object, weight: Weight) -> KeyPath | None:
         """Return the key that has another value, or is of another kind than is needed: a value, a mapping or a list."""
         there = self.settings.get(target)
         if weight is Weight.GIVEN and there is not None and there.weight is Weight.GIVEN and there.value != value:
             return target
         return self._of_another_kind(target, value)
 
-    def _of_another_kind(self, target: Path, value: object) -> Path | None:
+    def _of_another_kind(self, target: KeyPath, value: object) -> KeyPath | None:
         for other, setting in self.settings.items():
             shared = next((index for index, (one, two) in enumerate(zip(target, other, strict=False)) if one != two), None)
             if shared is not None:
@@ -199,10 +200,10 @@ class Ledger:
                 return min(target, other, key=len)
         return None
 
-    def _at_or_below(self, target: Path) -> Setting:
+    def _at_or_below(self, target: KeyPath) -> Setting:
         return next(setting for other, setting in self.settings.items() if other[: len(target)] == target)
 
-    def set(self, target: Path, value: Any, origin: str, weight: Weight, row: AccountRow | None = None) -> None:
+    def set(self, target: KeyPath, value: object, origin: str, weight: Weight, row: AccountRow | None = None) -> None:
         """Give a key of the recipe a value, unless it has one that is meant more strongly, or one of another kind is there."""
         there = self.settings.get(target)
         if self.is_answered(target) or (there is None and self._of_another_kind(target, value) is not None):
@@ -214,14 +215,14 @@ class Ledger:
         if row is not None:
             there.rows.append(row)
 
-    def ask(self, path: Path, words: str, near: Path = ()) -> None:
+    def ask(self, path: KeyPath, words: str, near: KeyPath = ()) -> None:
         """Settle a key as a question. `near` is the key of the recipe that it is about."""
         self._row(path, Fate.QUESTION, (near,) if near else (), words)
 
-    def drop(self, path: Path, reason: str) -> None:
+    def drop(self, path: KeyPath, reason: str) -> None:
         self._row(path, Fate.DROPPED, (), reason)
 
-    def decide(self, target: Path, words: str) -> None:
+    def decide(self, target: KeyPath, words: str) -> None:
         if not (self._has_written_answers and any(_is_below(target, each) for each in self.answers)):
             self.decisions.append((target, words))
 
@@ -231,7 +232,7 @@ class Ledger:
             self._write_answer(target, value)
         self._has_written_answers = True
 
-    def _write_answer(self, target: Path, value: Any) -> None:
+    def _write_answer(self, target: KeyPath, value: object) -> None:
         words = f"`--set {dotted(target)}` decides"
         for other in [other for other in self.settings if _is_below(other, target)]:
             self._remove(other, words)
@@ -244,11 +245,11 @@ class Ledger:
         self.decisions = [(near, words) for near, words in self.decisions if not _is_below(near, target)]
         self.settings |= {path: Setting(inner, Weight.GIVEN, ["--set"]) for path, inner in found}
 
-    def is_answered(self, target: Path) -> bool:
+    def is_answered(self, target: KeyPath) -> bool:
         """Return whether an answer to a key, or to one above or below it, is written: nothing replaces it."""
         return self._has_written_answers and any(_is_below(target, each) or _is_below(each, target) for each in self.answers)
 
-    def withdraw(self, target: Path, words: str) -> None:
+    def withdraw(self, target: KeyPath, words: str) -> None:
         """Take back a setting that the recipe does not accept: the keys that it came from become questions."""
         assert not self.is_answered(target), f"`{dotted(target)}` is of `--set`"
         setting = self.settings.pop(target)
@@ -258,19 +259,19 @@ class Ledger:
         if not setting.rows:
             self.decide(target, words)
 
-    def discard(self, target: Path, reason: str) -> None:
+    def discard(self, target: KeyPath, reason: str) -> None:
         """Remove a setting that has no effect, if there is one: keys that have set nothing else are dropped."""
         if not self.is_answered(target):
             self._remove(target, reason)
 
-    def _remove(self, target: Path, reason: str) -> None:
+    def _remove(self, target: KeyPath, reason: str) -> None:
         setting = self.settings.pop(target, None)
         for row in setting.rows if setting is not None else []:
             row.targets = tuple(each for each in row.targets if each != target)
             if not row.targets:
                 row.fate, row.reason = Fate.DROPPED, reason
 
-    def get(self, *target: str | int) -> Any:
+    def get(self, *target: str | int) -> object:
         """Return the value that the recipe has so far, or that `--set` gives; None if it has none."""
         if any(value is None and _is_below(target, each) for each, value in self.answers.items()):
             return None
@@ -279,11 +280,11 @@ class Ledger:
         found = self.settings.get(target)
         return None if found is None else found.value
 
-    def has_answer(self, target: Path) -> bool:
+    def has_answer(self, target: KeyPath) -> bool:
         """Return whether `--set` gives the value of a key, also before answers are written."""
         return target in self._given
 
-    def decided(self, target: Path, of_the_file: Any) -> Any:
+    def decided(self, target: KeyPath, of_the_file: object) -> Any:
         """Return the value of `--set`, or the default if it is null; else that of the file, which is not settled yet."""
         if target not in self._given:
             return of_the_file
@@ -296,7 +297,7 @@ class Ledger:
         order = {path: number for number, path in enumerate(leaves(self.values))}
         self.rows.sort(key=lambda row: min((number for path, number in order.items() if path[: len(row.path)] == row.path), default=-1))
 
-    def _row(self, path: Path, fate: Fate, targets: tuple[Path, ...], reason: str) -> AccountRow:
+    def _row(self, path: KeyPath, fate: Fate, targets: tuple[KeyPath, ...], reason: str) -> AccountRow:
         value = self.value(*path)
         if _is_secret(path, value):
             fate, targets, value = Fate.DROPPED, (), MASK
@@ -306,7 +307,7 @@ class Ledger:
         self.rows.append(row)
         return row
 
-    def _take(self, path: Path) -> None:
+    def _take(self, path: KeyPath) -> None:
         found = [each for each in self._open if each[: len(path)] == path]
         assert found, f"`{dotted(path)}` is settled already, or is not in the file"
         for each in found:
@@ -318,17 +319,17 @@ def without_places(words: str) -> str:
     return _PLACE.sub("", words)
 
 
-def _keys_of(target: Path, value: object) -> Iterator[tuple[Path, Any]]:
+def _keys_of(target: KeyPath, value: object) -> Iterator[tuple[KeyPath, object]]:
     """Return each key that an answer gives, with its value."""
     return iter([(target, None)]) if value is None else flattened(value, target)
 
 
-def _is_below(path: Path, other: Path) -> bool:
+def _is_below(path: KeyPath, other: KeyPath) -> bool:
     """Return whether a path is `other`, or leads to a part of it."""
     return path[: len(other)] == other
 
 
-def _login(path: Path, value: str) -> str:
+def _login(path: KeyPath, value: str) -> str:
     """Return what to do in place of writing a secret."""
     name = str(path[-1]).lower()
     tracker = next((words for tracker, words in _LOGINS.items() if name.startswith(tracker)), None)
@@ -337,5 +338,5 @@ def _login(path: Path, value: str) -> str:
     return f"set {_HUB_LOGIN}" if path[-1] in _HUB_TOKENS or value.startswith("hf_") else "set the variable that its reader takes"
 
 
-def _is_secret(path: Path, value: object) -> bool:
+def _is_secret(path: KeyPath, value: object) -> bool:
     return isinstance(value, str) and bool(value) and (path[-1] in _TOKENS or has_secret_shape(value))

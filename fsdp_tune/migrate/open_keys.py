@@ -14,18 +14,16 @@ from fsdp_tune.migrate.read import python_script
 from fsdp_tune.migrate.rules import Inside, Rules
 from fsdp_tune.migrate.settling import settle_all
 from fsdp_tune.migrate.tools import unsloth
-from fsdp_tune.recipe.outcome import Fate, Path
-from fsdp_tune.recipe.read.tool_detection import AXOLOTL, TORCHTUNE
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Fate
 
-_SAMPLES: tuple[Any, ...] = (2, "x", True, False, 0.5, ["x"])
+_SAMPLES: tuple[object, ...] = (2, "x", True, False, 0.5, ["x"])
 """Values with which a key is tried, to find out which keys of the recipe it sets."""
-_NULL_IS_DEFAULT = frozenset({TORCHTUNE, AXOLOTL})
-"""Tools for which null is what a key that is left out is. A length is a number in them."""
 _NO_LIMIT = "null is no limit there, and a recipe has one: write the length of the longest row, at most the positions of the model"
 _NULL = "null is not the default, and there is no such value here: write one or leave the key out"
 
 
-def settle_computed(ledger: Ledger, computed: Mapping[Path, str], rules: Rules) -> None:
+def settle_computed(ledger: Ledger, computed: Mapping[KeyPath, str], rules: Rules) -> None:
     """Make questions of keys whose values are not known; `computed` has why, `rules` are of the whole file.
 
     A key that is dropped for one reason whatever its value is no question.
@@ -43,18 +41,18 @@ def settle_computed(ledger: Ledger, computed: Mapping[Path, str], rules: Rules) 
         ledger.rows[-1].targets = tuple(targets)
 
 
-def is_asked(ledger: Ledger, target: Path) -> bool:
+def is_asked(ledger: Ledger, target: KeyPath) -> bool:
     """Return whether a value of the file that is not known would set a key of the recipe."""
     return any(row.fate is Fate.QUESTION and target in row.targets for row in ledger.rows) and ledger.get(*target) is None
 
 
-def leave_open(ledger: Ledger, rules: Rules, defaults: dict[str, Any]) -> None:
+def leave_open(ledger: Ledger, rules: Rules, defaults: dict[str, Any], *, null_is_default: bool) -> None:
     """Take out the defaults of keys that a question or a null of the file is about. A null becomes a question."""
     for row in ledger.rows:
         is_null = row.value is None and row.fate is Fate.DROPPED
         if not is_null and row.fate is not Fate.QUESTION:
             continue
-        for key in [key for key in defaults if not is_null or key == "data.max_length" or ledger.tool not in _NULL_IS_DEFAULT]:
+        for key in [key for key in defaults if not is_null or key == "data.max_length" or not null_is_default]:
             target = tuple(key.split("."))
             if ledger.get(*target) is not None or ledger.is_answered(target) or not _is_about(ledger, row, target, defaults[key], rules):
                 continue
@@ -65,7 +63,7 @@ def leave_open(ledger: Ledger, rules: Rules, defaults: dict[str, Any]) -> None:
                 row.targets = (*row.targets, target)
 
 
-def _is_about(ledger: Ledger, row: AccountRow, target: Path, default: Any, rules: Rules) -> bool:
+def _is_about(ledger: Ledger, row: AccountRow, target: KeyPath, default: object, rules: Rules) -> bool:
     """Return whether the key of a row sets a key of the recipe, as the default's own value, written there, would."""
     if target in row.targets:
         return True
@@ -74,13 +72,13 @@ def _is_about(ledger: Ledger, row: AccountRow, target: Path, default: Any, rules
     return target in _targets(ledger, row.path, rules, (default,))
 
 
-def _targets(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Path]:
+def _targets(ledger: Ledger, path: KeyPath, rules: Rules, values: tuple[object, ...]) -> Iterator[KeyPath]:
     """Yield the keys of the recipe that a key of the file sets with one of the values."""
     for each in trials(ledger, path, rules, values):
         yield from each.settings
 
 
-def trials(ledger: Ledger, path: Path, rules: Rules, values: tuple[Any, ...]) -> Iterator[Ledger]:
+def trials(ledger: Ledger, path: KeyPath, rules: Rules, values: tuple[object, ...]) -> Iterator[Ledger]:
     """Yield the account of a file with this key alone, for each value that its rule takes."""
     for value in values:
         tree: Any = value

@@ -9,7 +9,8 @@ from fsdp_tune.migrate.ledger import Ledger, leaves
 from fsdp_tune.migrate.open_keys import trials
 from fsdp_tune.migrate.read.foreign_file import ForeignFile
 from fsdp_tune.migrate.rules import Rules
-from fsdp_tune.recipe.outcome import Fate, Path
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Fate
 from fsdp_tune.recipe.read.tool_detection import AXOLOTL, EXAMPLES, LLAMA_FACTORY, TORCHTUNE, TRL
 from fsdp_tune.recipe.schema.keys import field_at, field_words
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
@@ -18,14 +19,14 @@ _CONVERTING = frozenset({TRL, AXOLOTL})
 """Their parsers convert text to the type of a key: argparse that of a default, which a key of TRL's file is, and pydantic."""
 _KEEPING = frozenset({LLAMA_FACTORY, TORCHTUNE, EXAMPLES})
 """Text stays text: `HfArgumentParser.parse_dict` and OmegaConf. Of a boolean, `"false"` is then true."""
-_ENVIRONMENT: Path = ("launch", "env")
+_ENVIRONMENT: KeyPath = ("launch", "env")
 
 
-def read_quoted(found: ForeignFile, rules: Rules) -> dict[Path, str]:
+def read_quoted(found: ForeignFile, rules: Rules) -> dict[KeyPath, str]:
     """Convert what the tool converts, in place. Return why each other key has no known value."""
     if found.tool not in _CONVERTING | _KEEPING:
         return {}
-    unknown: dict[Path, str] = {}
+    unknown: dict[KeyPath, str] = {}
     ledger = Ledger(found.values, {}, found.tool)
     for path, text in [(path, ledger.value(*path)) for path in leaves(found.values)]:
         plain = _plain(text)
@@ -49,7 +50,7 @@ def _plain(text: object) -> int | float | bool | None:
     return value if isinstance(value, int | float) else None
 
 
-def _takes(ledger: Ledger, path: Path, rules: Rules, text: str, plain: float) -> bool:
+def _takes(ledger: Ledger, path: KeyPath, rules: Rules, text: str, plain: float) -> bool:
     """Return whether a key takes a number or a boolean, and no text: by what its rule makes of each."""
     as_text, as_plain = (next(trials(ledger, path, rules, (value,)), None) for value in (text, plain))
     if as_plain is None or as_text is None:
@@ -62,18 +63,18 @@ def _takes(ledger: Ledger, path: Path, rules: Rules, text: str, plain: float) ->
     return other is not None and _switched(other) != _switched(as_plain)
 
 
-def _switched(ledger: Ledger) -> tuple[list[Fate], dict[Path, object]]:
+def _switched(ledger: Ledger) -> tuple[list[Fate], dict[KeyPath, object]]:
     """Return what a boolean switches: the fates of the keys, and the settings other than the boolean itself."""
     settings = {target: value for target, value in _settings(ledger) if str(value).lower() not in ("true", "false")}
     return [row.fate for row in ledger.rows], settings
 
 
-def _settings(ledger: Ledger) -> Iterator[tuple[Path, object]]:
+def _settings(ledger: Ledger) -> Iterator[tuple[KeyPath, object]]:
     """Yield the settings other than variables of the environment, which are text."""
     return ((target, setting.value) for target, setting in ledger.settings.items() if target[:2] != _ENVIRONMENT)
 
 
-def _is_number(target: Path) -> bool:
+def _is_number(target: KeyPath) -> bool:
     """Return whether a key of the recipe takes numbers or booleans, and no text."""
     field = field_at(target)
     if field is not None:

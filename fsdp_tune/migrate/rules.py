@@ -11,10 +11,11 @@ from typing import Any
 
 from fsdp_tune.core.values import as_items, as_mapping
 from fsdp_tune.migrate.ledger import LedgerView
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Settings, Weight, Write
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Settings, Weight, Write
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
-TRAIN: Path = ("data", "train")
+TRAIN: KeyPath = ("data", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class FileKey:
     """A key of the other tool's file, with its value and what is around it."""
 
     ledger: LedgerView
-    path: Path
+    path: KeyPath
     value: Any
-    place: Path = ()
+    place: KeyPath = ()
     """The source of the recipe that the key is about; () outside of the entry of a data set."""
 
     @property
@@ -41,7 +42,7 @@ class FileKey:
         return as_items(self.value)
 
     @property
-    def mapping(self) -> dict[str, Any]:
+    def mapping(self) -> dict[str, object]:
         """The keys and values of a mapping; none if the value is not a mapping."""
         return as_mapping(self.value)
 
@@ -49,15 +50,15 @@ class FileKey:
         """Return the value at a path of the file; None if there is none."""
         return self.ledger.value(*path)
 
-    def beside(self, *path: str | int) -> Any:
+    def beside(self, *path: str | int) -> object:
         """Return the value at a path that starts where this key is; None if there is none."""
         return self.ledger.value(*self.path[:-1], *path)
 
-    def below(self, *path: str | int) -> Any:
+    def below(self, *path: str | int) -> object:
         """Return the value at a path below this key; None if there is none."""
         return self.ledger.value(*self.path, *path)
 
-    def of_recipe(self, *target: str | int) -> Any:
+    def of_recipe(self, *target: str | int) -> object:
         """Return the value that the recipe has so far; None if it has none."""
         return self.ledger.get(*target)
 
@@ -71,7 +72,7 @@ class Inside:
     """
 
     rules: Mapping[str, Rule] | Mapping[int, Rule]
-    place: Path | None = None
+    place: KeyPath | None = None
     only: bool = False
     nulls: bool = False
 
@@ -81,14 +82,14 @@ class AskEach:
     """Each value below the key is a question of its own. Without words: nothing knows the key."""
 
     words: str = ""
-    near: str | Path = ()
+    near: str | KeyPath = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Also:
     """A value that follows from a key about something else; its origin is not the key itself."""
 
-    target: str | Path
+    target: str | KeyPath
     value: object
     origin: str
     weight: Weight = Weight.IMPLIED
@@ -98,7 +99,7 @@ class Also:
 class Decide:
     """Something that a person has to decide, whatever the value of the key is."""
 
-    target: str | Path
+    target: str | KeyPath
     words: str
 
 
@@ -106,9 +107,9 @@ class Decide:
 class At:
     """Another key of the file is settled, unless it is settled already."""
 
-    path: Path
+    path: KeyPath
     rule: Rule
-    place: Path = ()
+    place: KeyPath = ()
 
 
 Step = Write | Ask | Drop | Inside | AskEach | Also | Decide | At
@@ -166,13 +167,13 @@ def implies(lines: Settings, reason: str = "", *, off: str = "off, as it is here
     return switch(Write(lines, reason, weight=weight), Drop(off))
 
 
-def fine_or(fine: Collection[object], reason: str, words: str, near: str | Path = ()) -> Rule:
+def fine_or(fine: Collection[object], reason: str, words: str, near: str | KeyPath = ()) -> Rule:
     """Return a rule for a key that is dropped with one of the values `fine`, and a question with any other."""
     drop, ask = Drop(reason), Ask(words, near)
     return lambda key: drop if any(key.value == value and type(key.value) is type(value) for value in fine) else ask
 
 
-def off_or(reason: str, words: str, near: str | Path = ()) -> Rule:
+def off_or(reason: str, words: str, near: str | KeyPath = ()) -> Rule:
     """Return a rule for a switch: off it is dropped, on it is a question."""
     return fine_or((False, 0, "none", "no", "false", "False", [], {}), reason, words, near)
 
@@ -214,12 +215,12 @@ def in_source(name: str, fate: Fate = Fate.CONVERTED) -> Rule:
     return lambda key: Write({(*key.place, name): key.value}, fate=fate)
 
 
-def of_the_set(name: str, place: Path = (*TRAIN, 0)) -> Rule:
+def of_the_set(name: str, place: KeyPath = (*TRAIN, 0)) -> Rule:
     """Return a rule for a key of the only data set, or of the one at `place`."""
     return lambda key: Write({(*place, name): key.value})
 
 
-def renamed(column: str, name: str, place: Path) -> Outcome:
+def renamed(column: str, name: str, place: KeyPath) -> Outcome:
     """Return the outcome of a key that says which column holds what: `name` is the one that a format here has for it."""
     if column == name:
         return Drop(f"`{name}` is the name of that column here too")

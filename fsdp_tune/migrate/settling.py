@@ -11,12 +11,13 @@ from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import DEFAULT_OF, Ledger, leaves
 from fsdp_tune.migrate.rules import Also, AskEach, At, Decide, FileKey, Inside, Outcome, Rule, Step, outcome_of, steps
 from fsdp_tune.migrate.tool_keys import tool_keys
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write, as_path
+from fsdp_tune.recipe.key_paths import KeyPath, as_path
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
 
 _UNKNOWN = AskEach()
 
 
-def settle_all(ledger: Ledger, prefix: Path, inside: Inside, place: Path = ()) -> None:
+def settle_all(ledger: Ledger, prefix: KeyPath, inside: Inside, place: KeyPath = ()) -> None:
     """Settle what is at `prefix`, in the order of the file; keys that include another file are the last."""
     value = ledger.value(*prefix)
     place = place if inside.place is None else inside.place
@@ -25,12 +26,12 @@ def settle_all(ledger: Ledger, prefix: Path, inside: Inside, place: Path = ()) -
         settle_key(ledger, (*prefix, name), rules.get(name, by_name), place, nulls=inside.nulls)
 
 
-def _in_order(ledger: Ledger, prefix: Path, names: list[str | int]) -> list[str | int]:
+def _in_order(ledger: Ledger, prefix: KeyPath, names: list[str | int]) -> list[str | int]:
     included = [path for path in ledger.included if path[: len(prefix)] == prefix]
     return sorted(names, key=lambda name: any(path[: len(prefix) + 1] == (*prefix, name) for path in included))
 
 
-def settle_key(ledger: Ledger, path: Path, rule: Rule, place: Path = (), *, nulls: bool = False) -> None:
+def settle_key(ledger: Ledger, path: KeyPath, rule: Rule, place: KeyPath = (), *, nulls: bool = False) -> None:
     """Settle one key by its rule, unless it is settled.
 
     A list or mapping where the tool has a number or a name, or the other way round, is a question, since no rule expects it.
@@ -73,7 +74,7 @@ def _carry_out(ledger: Ledger, key: FileKey, step: Step) -> None:
             settle_key(ledger, step.path, step.rule, step.place)
 
 
-def ask_each(ledger: Ledger, path: Path, asked: AskEach = _UNKNOWN) -> None:
+def ask_each(ledger: Ledger, path: KeyPath, asked: AskEach = _UNKNOWN) -> None:
     """Settle each open value below a path as a question; the default of the tool, written out, is none."""
     for leaf in [leaf for leaf in leaves(ledger.value(*path), path) if ledger.is_open(leaf)]:
         if ledger.is_default(leaf):

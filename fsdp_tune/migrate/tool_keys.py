@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.recipe.read.tool_detection import EXAMPLES, LLAMA_FACTORY, TRL
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
@@ -16,7 +15,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 
 @cache
-def tool_keys(tool: str) -> dict[str, Any]:
+def tool_keys(tool: str) -> dict[str, object]:
     """Return the keys at the top of a tool's file; the default of each, None if it is null or computed. {}: no table of the tool."""
     return json.loads(FILE.read_text(encoding="utf-8")).get(tool, {})
 

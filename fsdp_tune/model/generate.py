@@ -40,13 +40,13 @@ def generate(
     takes = inspect.signature(plain.forward).parameters
     cache_name = "cache" if "cache" in takes else "past_key_values"  # transformers 5.24 renamed the argument and the output
     # Router logits of a forward with a cache do not fit the attention mask (transformers' `load_balancing_loss_func`).
-    options: dict[str, Any] = {name: value for name, value in (("logits_to_keep", 1), ("output_router_logits", False)) if name in takes}
+    options: dict[str, object] = {name: value for name, value in (("logits_to_keep", 1), ("output_router_logits", False)) if name in takes}
     ids, mask = _padded(prompts, pad_id, device)
     ends = torch.tensor(sorted(end_ids), device=device)
     rooms = [room(plain, len(prompt), max_new_tokens) for prompt in prompts]
     limits = torch.tensor(rooms, device=device)
     finished = limits <= 0
-    cache: Any = None
+    cache: object = None
     new: list[torch.Tensor] = []
     while len(new) < max_new_tokens and not all_finished(bool(finished.all())):
         inputs = ids if cache is None else ids[:, -1:]
@@ -67,7 +67,7 @@ def generate(
     return [_until_end(row[:most], end_ids) for row, most in zip(rows, rooms, strict=True)]
 
 
-def _keys_and_values(outputs: object, name: str) -> Any:
+def _keys_and_values(outputs: object, name: str) -> object:
     """Return the cache of a forward; None if it has none.
 
     Layers that are all recurrent count as none: with their states they would take the mask of the full text for that of one token.
@@ -78,7 +78,7 @@ def _keys_and_values(outputs: object, name: str) -> Any:
 
 def room(model: nn.Module, prompt_tokens: int, max_new_tokens: int) -> int:
     """Return how many tokens may follow a prompt: `max_new_tokens`, or what is left of the model's positions."""
-    plain: Any = model
+    plain: object = model
     positions = max_positions(plain.config)
     return max_new_tokens if positions is None else min(max_new_tokens, positions - prompt_tokens)
 

@@ -93,7 +93,7 @@ def kept(path: Path) -> ModelInspection | None:
     return None
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     match value:
         case str():
             return [value]

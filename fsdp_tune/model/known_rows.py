@@ -11,12 +11,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED, IS_PACKED
+
+
+class Span(NamedTuple):
+    """The tokens of one example in a batch."""
+
+    row: int
+    start: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -27,18 +35,18 @@ class Documents:
     """[rows, tokens], counting from 0 in each example."""
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, int, int], ...]:
-        """(row, first token, tokens) of each example, in order. The first access waits for the device."""
+    def spans(self) -> tuple[Span, ...]:
+        """Of each example, in order. The first access waits for the device."""
         tokens = self.position_ids.shape[1]
         restarts = self.position_ids.diff(dim=1, prepend=self.position_ids[:, :1] - 2) != 1  # also at the first token of a row
         starts: list[list[int]] = restarts.nonzero().tolist()
         ends = [start if row == of else tokens for (of, _), (row, start) in zip(starts, [*starts[1:], [-1, 0]], strict=True)]
-        return tuple((row, start, end - start) for (row, start), end in zip(starts, ends, strict=True))
+        return tuple(Span(row, start, end - start) for (row, start), end in zip(starts, ends, strict=True))
 
     @cached_property
     def lengths(self) -> dict[str, Any]:
         """The arguments of kernels for the batch as one row: where its documents end, and the index of each token's document."""
-        lengths = torch.tensor([length for _, _, length in self.spans])
+        lengths = torch.tensor([span.tokens for span in self.spans])
         ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32).to(self.position_ids.device)
         index = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)[None].to(self.position_ids.device)
         longest = int(lengths.max())

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.core.families import CACHE_ARGUMENTS, EXAMPLE_LENGTHS
 from fsdp_tune.model.internals.transformers_internals import kernel_with_fallback
-from fsdp_tune.model.known_rows import Documents, known_documents
+from fsdp_tune.model.known_rows import Documents, Span, known_documents
 from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import bare_class
@@ -169,18 +169,18 @@ def call_by_documents(mixer: nn.Module, multiple_of: int = 1) -> None:
     call = _at_once if takes_lengths(mixer) else functools.partial(_in_groups, multiple_of)
 
     @functools.wraps(forward)
-    def by_documents(*args: Any, **kwargs: Any) -> Any:
+    def by_documents(*args: object, **kwargs: object) -> object:
         documents = known_documents()
         return forward(*args, **kwargs) if documents is None else call(forward, documents, args, kwargs)
 
     mixer.forward = by_documents  # type: ignore[method-assign]
 
 
-def _at_once(forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _at_once(forward: Callable[..., object], documents: Documents, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call the forward for all rows as one, and pass on where its documents end."""
     rows, tokens = documents.position_ids.shape
 
-    def flat(value: Any) -> Any:
+    def flat(value: Any) -> object:
         is_by_token = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == tokens and value.shape[0] in (1, rows)
         return value.expand(rows, *value.shape[1:]).flatten(0, 1)[None] if is_by_token else value
 
@@ -189,20 +189,22 @@ def _at_once(forward: Callable[..., Any], documents: Documents, args: tuple[Any,
     return _mapped(lambda value: value[0].unflatten(0, (rows, tokens)) if isinstance(value, torch.Tensor) else value, found)
 
 
-def _in_groups(multiple_of: int, forward: Callable[..., Any], documents: Documents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_groups(
+    multiple_of: int, forward: Callable[..., object], documents: Documents, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """Call the forward once for each group of documents of similar length, padded on the right, which a causal mixer does not read."""
     spans, given = documents.spans, (args, _without_lengths(kwargs))
-    groups = groups_of_lengths([length for _, _, length in spans])
+    groups = groups_of_lengths([span.tokens for span in spans])
     shape = documents.position_ids.shape
     outputs = [_called(forward, given, [spans[index] for index in group], shape, multiple_of) for group in groups]
     return _joined([found for found, _ in outputs], outputs[0][1], groups, documents)
 
 
 def _called(
-    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[tuple[int, int, int]], shape: torch.Size, multiple_of: int
-) -> tuple[Any, int]:
+    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[Span], shape: torch.Size, multiple_of: int
+) -> tuple[object, int]:
     """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
-    longest = -(-max(length for _, _, length in spans) // multiple_of) * multiple_of
+    longest = -(-max(span.tokens for span in spans) // multiple_of) * multiple_of
     while True:
         args, kwargs = _mapped(functools.partial(_cut, spans, longest, shape), given)
         found = forward(*args, **kwargs)
@@ -211,11 +213,11 @@ def _called(
         longest += multiple_of  # as many heads as tokens: with more tokens it shows which dimension has the tokens
 
 
-def _without_lengths(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_lengths(kwargs: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in kwargs.items() if name not in EXAMPLE_LENGTHS}
 
 
-def _cut(spans: Sequence[tuple[int, int, int]], longest: int, shape: torch.Size, value: Any) -> Any:
+def _cut(spans: Sequence[Span], longest: int, shape: torch.Size, value: Any) -> Any:
     """Return [documents, longest, ...] of a tensor [rows or 1, tokens, ...]; anything else is the same for all documents.
 
     The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is left out.
@@ -227,7 +229,7 @@ def _cut(spans: Sequence[tuple[int, int, int]], longest: int, shape: torch.Size,
         return None
     if value.ndim < 2 or value.shape[1] != tokens or value.shape[0] not in (1, rows):
         return value
-    documents = [value[row % value.shape[0], start : start + length] for row, start, length in spans]
+    documents = [value[span.row % value.shape[0], span.start : span.start + span.tokens] for span in spans]
     return torch.stack([_padded(document, longest) for document in documents])
 
 
@@ -237,7 +239,7 @@ def _padded(document: torch.Tensor, longest: int) -> torch.Tensor:
     return torch.cat([document, document[-1:].detach().expand(missing, *document.shape[1:])]) if missing else document
 
 
-def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents) -> Any:
+def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]], documents: Documents) -> object:
     """Return the output for the rows from those for each group of documents. `longest`: the tokens of the first group.
 
     A tensor has its tokens in dimension 1, or after the heads. One without tokens is a state, which only generation reads: None.
@@ -260,14 +262,14 @@ def _joined(found: Sequence[Any], longest: int, groups: Sequence[Sequence[int]],
     return torch.cat(pieces, dim - 1).unflatten(dim - 1, documents.position_ids.shape).movedim(dim - 1, 0)
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def _mapped(function: Callable[[object], object], value: object) -> Any:
     """Return arguments or outputs with `function` of each value in their tuples, lists and dictionaries."""
     if isinstance(value, dict):
         return {name: _mapped(function, each) for name, each in value.items()}
     return tuple(_mapped(function, each) for each in value) if isinstance(value, tuple | list) else function(value)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | tuple | list):

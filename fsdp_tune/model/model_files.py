@@ -60,10 +60,10 @@ class ModelFacts(PartialFacts):
     architecture: str
     config: dict[str, Any]
     base_folder: str | None
-    config_changes: dict[str, Any]
+    config_changes: dict[str, object]
     """Fields of the base's config.json that the run changes."""
-    exported_config: dict[str, Any]
-    generation_config: dict[str, Any]
+    exported_config: dict[str, object]
+    generation_config: dict[str, object]
     base_layout: BaseLayout
     tensors: BaseRecord = BaseRecord()
     """What becomes of the tensors of the base's files; empty if these are not on this machine."""
@@ -78,7 +78,7 @@ class ModelFacts(PartialFacts):
     max_positions: int | None
     attention: str
     adapter: AdapterFacts | None = None
-    adapter_config: dict[str, Any] | None = None
+    adapter_config: dict[str, object] | None = None
     adapter_tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict[str, tuple[int, ...]])
     """Shapes of the tensors in the trained adapter's file."""
     nf4_weights: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ def save_model_files(directory: Path, facts: ModelFacts, tokenizer: Tokenizer, o
         write_json(directory / CONFIG_FILE, facts.adapter_config)
 
 
-def _changes_of_run(facts: ModelFacts, tokenizer: Tokenizer) -> dict[str, Any]:
+def _changes_of_run(facts: ModelFacts, tokenizer: Tokenizer) -> dict[str, object]:
     """Return the fields of config.json that tokenizer and model of the run set, without those that have this value already."""
     before = facts.config
     config = with_special_tokens(before, tokenizer, ("bos_token_id", "eos_token_id"))
@@ -164,7 +164,7 @@ def _changes_of_run(facts: ModelFacts, tokenizer: Tokenizer) -> dict[str, Any]:
     return changed if facts.keeps_architectures else changed | {"architectures": [facts.architecture]}
 
 
-def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
+def with_special_tokens(config: dict[str, object], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, object]:
     """Return the config with the tokenizer's special tokens: a model must stop at the EOS that it was trained with.
 
     A list of several EOS tokens that includes the tokenizer's (Llama 3) stays. An id for which the tokenizer has no token stays

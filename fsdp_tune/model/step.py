@@ -77,7 +77,7 @@ def loss_options(recipe: Recipe) -> dict[str, Any]:
 _NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths", "source_ids")
 
 
-def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, object]:
     """Return the entries of a batch for a model's forward; of rows that a sequence group shares, with this rank's tokens.
 
     `cu_seq_lens` [examples + 1] int32, if present, gives variable-length kernels the ends of examples in the flattened batch; without it
@@ -148,7 +148,7 @@ def auxiliary_loss_weight(model: PreTrainedModel) -> float:
 NORM_PIECE = 1 << 14
 
 
-def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[Any]:
+def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[object]:
     """Return the context of the forward: autocast for DDP in mixed precision; no-op under FSDP, which casts its units itself."""
     mixed = recipe.precision.mixed_precision
     if recipe.is_sharded or mixed == "no" or recipe.compute_dtype == recipe.model.dtype:
@@ -156,12 +156,12 @@ def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[
     return torch.autocast(device_type, dtype=TORCH_DTYPE[recipe.compute_dtype])
 
 
-def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, object]]) -> list[dict[str, Any]]:
     """Return the trained parameters in groups of equal options, which `options_of` returns for a parameter's name.
 
     Groups without a learning rate of their own come first, and of these the one with weight decay.
     """
-    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+    groups: dict[tuple[tuple[str, object], ...], list[nn.Parameter]] = {}
     for wrapped_name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
             options = options_of(plain_name(wrapped_name))
@@ -215,7 +215,7 @@ def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup
     with the other parts.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
-    by_layout: dict[Any, list[torch.Tensor]] = {}  # few layouts, many gradients
+    by_layout: dict[object, list[torch.Tensor]] = {}  # few layouts, many gradients
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -158,7 +157,7 @@ class Chart:
         more = len(self.marks) - NAMED_SERIES
         return f"{shown} and {more:,} more" if more > 0 else shown
 
-    def as_json(self, limit: int) -> dict[str, Any]:
+    def as_json(self, limit: int) -> dict[str, object]:
         """Return what the script draws: at most `limit` points a curve, steps as differences, values with six digits.
 
         A value that is not finite is null.

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp_tune.run.events import AnyEvent, CheckpointEvaluated, TrainStarted, number, read_event
 
-Line = Mapping[str, Any]
+Line = Mapping[str, object]
 """One object of metrics.jsonl."""
 ABSENT, NOT_FINITE = math.inf, math.nan
 """In a column: the line has no such field, or null; it has NaN, infinity or a text. No value is infinite otherwise."""
@@ -27,7 +27,7 @@ class Curve:
 
     __slots__ = ("steps", "values")
 
-    def __init__(self, steps: Any, values: Any) -> None:
+    def __init__(self, steps: object, values: object) -> None:
         """Take any sequences; None in `values` is not finite."""
         self.steps = np.asarray(steps, dtype=np.int64)
         self.values = np.asarray(values, dtype=np.float64)

@@ -112,7 +112,7 @@ def _value(text: str | None) -> Cell:
     if text is None or text == "null":
         return Cell("–", None)
     try:
-        value: Any = json.loads(text)
+        value: object = json.loads(text)
     except ValueError:
         value = text
     order = float(value) if isinstance(value, int | float) and math.isfinite(value) else text

@@ -33,7 +33,7 @@ from fsdp_tune.core.version import __version__
 from fsdp_tune.pages.charts import Chart, charts_of, points_each
 from fsdp_tune.pages.html_pages import ASSETS, asset
 from fsdp_tune.pages.ranking import ranking_of
-from fsdp_tune.pages.run_record import RunRecord, differences
+from fsdp_tune.pages.run_record import RunRecord, differing_values
 from fsdp_tune.pages.step_shares import step_parts
 from fsdp_tune.pages.tables import (
     Table,
@@ -70,8 +70,8 @@ class Differences:
 def differences_of(runs: Sequence[RunRecord]) -> Differences:
     """Return the differences of recipes and environments; names and directories of the runs, which always differ, are not compared."""
     return Differences(
-        differences([run.recipe for run in runs], ignored=UNCOMPARED_KEYS),
-        differences([run.environment for run in runs], ignored=UNCOMPARED_FACTS),
+        differing_values([run.recipe for run in runs], ignored=UNCOMPARED_KEYS),
+        differing_values([run.environment for run in runs], ignored=UNCOMPARED_FACTS),
     )
 
 
@@ -147,7 +147,7 @@ def _parent(runs: Sequence[RunRecord]) -> str:
     return os.path.commonpath([run.run.path.absolute().parent for run in runs])
 
 
-def _step_chart(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def _step_chart(runs: Sequence[RunRecord]) -> dict[str, object]:
     """Return what a step of each run is made of, for one stacked chart: `bars` on the scale of the longest, and the parts of the legend."""
     bars = [(at, run.label, parts) for at, run in enumerate(runs) if (parts := step_parts(run))]
     longest = max((sum(part.seconds for part in parts) for _, _, parts in bars), default=1.0)
@@ -249,14 +249,14 @@ class LivePage(ThreadingTCPServer):
         """Return whether there is room for another connection."""
         return self._free.acquire(blocking=False)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread, whose end would make room
             self._free.release()
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: object) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:

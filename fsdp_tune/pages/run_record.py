@@ -197,14 +197,14 @@ def _has_letter(name: str) -> bool:
     return any(character.isalpha() for character in name)
 
 
-def differences(maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str] = ()) -> dict[str, list[str | None]]:
+def differing_values(maps: Sequence[Mapping[str, str]], *, ignored: Sequence[str] = ()) -> dict[str, list[str | None]]:
     """Return the keys whose values are not the same in all mappings, with the value of each; None where there is none."""
     keys = dict.fromkeys(key for each in maps for key in each if key not in ignored)
     values = {key: [each.get(key) for each in maps] for key in keys}
     return {key: found for key, found in values.items() if len(set(found)) > 1}
 
 
-def _recipe_text(key: str, value: Any) -> str:
+def _recipe_text(key: str, value: object) -> str:
     if isinstance(value, str):
         return masked(key.removeprefix(ENVIRONMENT_VARIABLES), value) if key.startswith(ENVIRONMENT_VARIABLES) else mask_text(value)
     return mask_text(json.dumps(value, ensure_ascii=False))
@@ -231,11 +231,11 @@ def _environment(found: Environment) -> dict[str, str]:
     }
 
 
-def _size(size_bytes: Any) -> str:
+def _size(size_bytes: object) -> str:
     return f"{size_bytes / GIB:.1f} GiB" if isinstance(size_bytes, int | float) else "unknown"
 
 
-def _ends(curve: Curve) -> dict[str, Any] | None:
+def _ends(curve: Curve) -> dict[str, object] | None:
     """Return first, last and best value with its step, and how many values are not finite; None without a value."""
     if not len(curve):
         return None

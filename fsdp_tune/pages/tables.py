@@ -75,7 +75,7 @@ def _percent(value: float | None, more: str = "") -> str:
     return UNKNOWN if value is None else f"{value:.1%}{more}"
 
 
-def _count(value: Any) -> str:
+def _count(value: object) -> str:
     return f"{value:,.0f}" if isinstance(value, int | float) else UNKNOWN
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fsdp_tune.recipe.schema.keys import Finding
 from fsdp_tune.recipe.schema.kinds import ShardingStrategy
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -22,8 +20,8 @@ def recipe_for_machines(recipe: Recipe, resolved: Recipe, machines: int) -> Reci
     of the model for each machine becomes, on one machine, a strategy of one copy.
     """
     ranks = machines * resolved.local_world_size
-    training: dict[str, Any] = {"global_batch_size": resolved.global_batch_size, "gradient_accumulation_steps": None}
-    sections: dict[str, Any] = {
+    training: dict[str, object] = {"global_batch_size": resolved.global_batch_size, "gradient_accumulation_steps": None}
+    sections: dict[str, object] = {
         "launch": recipe.launch.model_copy(update={"num_machines": machines, "num_processes": ranks, "min_machines": machines}),
         "training": recipe.training.model_copy(update=training),
     }

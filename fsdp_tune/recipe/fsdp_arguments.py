@@ -41,7 +41,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def accelerate_config(recipe: Recipe) -> dict[str, Any]:
+def accelerate_config(recipe: Recipe) -> dict[str, object]:
     """Return the content of RUN/accelerate.yaml. Passed as `--config_file`, it keeps Accelerate from reading the user's default config.
 
     `distributed_type` is FSDP under NO_SHARD too: on CPU, `accelerate launch` spawns several ranks under no other type.
@@ -77,7 +77,7 @@ def plugin_kwargs(recipe: Recipe) -> dict[str, Any]:
     The plugin fills a field that is None from the environment. `auto_wrap_policy` and `activation_checkpointing` stay off
     because the model is already wrapped (`model.shard.wrap`) when Accelerate receives it, and Accelerate then does not change it.
     """
-    common: dict[str, Any] = {
+    common: dict[str, object] = {
         "fsdp_version": recipe.fsdp.version,
         "cpu_offload": recipe.fsdp.offload_params,
         "auto_wrap_policy": "NO_WRAP",
@@ -116,7 +116,7 @@ _COMPUTE = {
 _STORAGE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def expected(recipe: Recipe) -> dict[str, Any]:
+def expected(recipe: Recipe) -> dict[str, object]:
     """Return the expected state of the live objects of every rank, for a resolved recipe. `worker.readback.report` compares them."""
     meaning = _MEANING[recipe.fsdp.sharding_strategy]
     sizes = {axis: recipe.topology.group(axis).ranks for axis in meaning["mesh"]}
@@ -132,7 +132,7 @@ def expected(recipe: Recipe) -> dict[str, Any]:
         placements, reshard = [], None  # FSDP1 on one rank has nothing to shard; FSDP2 creates DTensors regardless
     if recipe.fsdp.auto_wrap_policy == "NO_WRAP" or not meaning["mesh"]:
         reshard = None  # the root is the only unit, and its backward starts where its forward ends; or nothing is sharded
-    of_fsdp2: dict[str, Any] = {}
+    of_fsdp2: dict[str, object] = {}
     if wrapper == "fsdp2":
         of_fsdp2["output_dtype"] = None  # the model's output, and with it the loss, is not rounded
         of_fsdp2["reshard_after_backward"] = recipe.fsdp.reshard_after_backward  # of all micro-batches but the last

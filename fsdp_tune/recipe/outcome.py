@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from fsdp_tune.core.units import printable
-from fsdp_tune.core.values import is_list, is_mapping
+from fsdp_tune.core.values import is_mapping
+from fsdp_tune.recipe.key_paths import KeyPath, as_path, flattened
 
-Path = tuple[str | int, ...]
-Settings = Mapping[str, object] | Mapping[Path, object] | Mapping[str | Path, object]
+Settings = Mapping[str, object] | Mapping[KeyPath, object] | Mapping[str | KeyPath, object]
 """Values of a recipe by key, which is dotted or a path; a value may be a mapping of keys."""
 
 _SHOWN_CHARACTERS = 100
@@ -54,7 +54,7 @@ class Ask:
     """A person has to decide. `near`: the key of a recipe that the question is about, dotted or a path."""
 
     words: str
-    near: str | Path = ()
+    near: str | KeyPath = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +64,10 @@ class Drop:
     reason: str
 
 
-def as_path(key: str | Path) -> Path:
-    """Return a key, which may be dotted, as a path."""
-    return key if isinstance(key, tuple) else tuple(key.split(".")) if key else ()
-
-
-def by_path(settings: Settings) -> Iterator[tuple[Path, object]]:
+def by_path(settings: Settings) -> Iterator[tuple[KeyPath, object]]:
     """Return each key of a part of a recipe with its value, by its path."""
     for key, value in settings.items():
         yield from flattened(value, as_path(key))
-
-
-def flattened(tree: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
-    """Return each key of a part of a recipe with its value; keys of mappings and of lists of mappings are keys of their own."""
-    if is_mapping(tree) and tree:
-        for name, inner in tree.items():
-            yield from flattened(inner, (*path, name))
-    elif is_list(tree) and tree and all(is_mapping(item) and item != {} for item in tree):
-        for index, item in enumerate(tree):
-            yield from flattened(item, (*path, index))
-    else:
-        yield path, tree
 
 
 def in_words(outcome: Write | Ask | Drop) -> str:
@@ -99,7 +82,7 @@ def in_words(outcome: Write | Ask | Drop) -> str:
             return f"write `{lines}`{f', {outcome.reason}' if outcome.reason else ''}"
 
 
-def nested(key: str, value: object) -> dict[str, Any]:
+def nested(key: str, value: object) -> dict[str, object]:
     """Return a dotted key and its value as a part of a recipe; entries of `data.train` are a list."""
     tree: Any = value
     for part in reversed(key.split(".")):

@@ -103,7 +103,7 @@ def absolute_paths(data: dict[str, Any], cwd: Path, resumed: Path | None = None)
         evaluation["scratch_dir"] = str(work.absolute(evaluation["scratch_dir"]))
     groups = {"data.train": rows["train"], "data.eval": rows["eval"], "evaluation.sets": evaluation["sets"]}
     for key, group in groups.items():
-        for index, source in enumerate(cast(list[dict[str, Any]], group) if isinstance(group, list) else []):
+        for index, source in enumerate(cast(list[dict[str, object]], group) if isinstance(group, list) else []):
             work.source(source, f"{key}[{index}]")
     return work.reasons, work.findings
 
@@ -173,7 +173,7 @@ class _Paths:
 def _recorded(run: Path) -> dict[str, str]:
     """Return the paths in the recipe of a run; {} if it cannot be read, which is reported where the run is."""
     try:
-        raw: dict[str, dict[str, Any]] = json.loads((run / "recipe.json").read_bytes())
+        raw: dict[str, dict[str, object]] = json.loads((run / "recipe.json").read_bytes())
         found = {f"{section}.{key}": value for section in ("model", "data") for key, value in raw[section].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return {}
@@ -209,20 +209,27 @@ _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.m
 
 def missing_start_inputs(recipe: Recipe) -> dict[str, str]:
     """Return the keys of a resolved recipe whose files are not on this machine, with their values, if a resume needs only the run's."""
-    return {key: name for key, name, revision in _start_inputs(recipe) if not _is_here(name, revision)}
+    return {each.key: each.name for each in _start_inputs(recipe) if not _is_here(each.name, each.revision)}
 
 
-def _start_inputs(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Yield key, value and revision on the hub."""
+class _StartInput(NamedTuple):
+    """A key that names files, its value, and their revision on the hub."""
+
+    key: str
+    name: str
+    revision: str
+
+
+def _start_inputs(recipe: Recipe) -> Iterator[_StartInput]:
     model, template = recipe.model, recipe.data.chat_template
     if isinstance(model.from_config, str):
-        yield "model.from_config", model.from_config, model.revision
+        yield _StartInput("model.from_config", model.from_config, model.revision)
     elif model.from_config is None and model.name_or_path is not None and recipe.lora is None:
-        yield "model.name_or_path", model.name_or_path, model.revision
+        yield _StartInput("model.name_or_path", model.name_or_path, model.revision)
     if model.tokenizer is not None:
-        yield "model.tokenizer", model.tokenizer, model.tokenizer_revision or "main"
+        yield _StartInput("model.tokenizer", model.tokenizer, model.tokenizer_revision or "main")
     if template is not None and "/" in template and not is_jinja(template):  # all others are bundled
-        yield "data.chat_template", template, "main"
+        yield _StartInput("data.chat_template", template, "main")
 
 
 def _is_here(name: str, revision: str) -> bool:
@@ -233,7 +240,7 @@ def _is_here(name: str, revision: str) -> bool:
 
 def from_run(recipe: Recipe, run: Path, keys: Collection[str]) -> Recipe:
     """Return the recipe with the inputs of `keys` taken from a run, for building the model that one of its checkpoints fills."""
-    model, own = dict[str, Any](), str(run / "model")
+    model, own = dict[str, object](), str(run / "model")
     if {"model.name_or_path", "model.from_config"}.intersection(keys):
         model = {"name_or_path": str(run), "from_config": None}
     if "model.tokenizer" in keys:
@@ -329,7 +336,7 @@ def find_extensions(recipe: Recipe) -> list[Extension]:
 
 ADAPTER_KEY = "lora.adapter"
 # Keys of `lora:` that PEFT's config has under the same names, with PEFT's values for those that it leaves out.
-PEFT_DEFAULTS: dict[str, Any] = {
+PEFT_DEFAULTS: dict[str, object] = {
     "r": 8,
     "lora_alpha": 8,
     "lora_dropout": 0.0,
@@ -349,7 +356,7 @@ _MODULE = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(embedding_)?A(\.weight)?"
 class ContinuedAdapter:
     """`values`: of keys of `lora:`; `reason`: where they are from."""
 
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    values: dict[str, object] = field(default_factory=dict[str, object])
     reason: str = ""
     findings: list[Finding] = field(default_factory=list[Finding])
 
@@ -385,7 +392,7 @@ def without_adapter(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"adapter": None})})
 
 
-def _lora_values(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _lora_values(config: Mapping[str, object], folder: Path) -> dict[str, object]:
     values = {key: default if config.get(key) is None else config[key] for key, default in PEFT_DEFAULTS.items()}
     layers = config.get("layers_to_transform")
     targets = config.get("target_modules")
@@ -408,12 +415,12 @@ def _adapted_modules(folder: Path, parameters: object) -> list[str]:
             names = [entry.name for entry in read_header(read, path.stat().st_size, {})]
     except (OSError, DamagedHeader):
         return []  # reported when the tensors are read
-    owners = tuple(str(name).rpartition(".")[0] for name in cast(list[Any], parameters))
+    owners = tuple(str(name).rpartition(".")[0] for name in cast(list[object], parameters))
     modules = (found[1] for name in names if (found := _MODULE.fullmatch(name)))
     return sorted({name for name in modules if not name.removesuffix(".base_layer").endswith(owners)} if owners else set(modules))
 
 
-def _invalid_values(folder: Path, values: Mapping[str, Any]) -> Iterator[Finding]:
+def _invalid_values(folder: Path, values: Mapping[str, object]) -> Iterator[Finding]:
     try:
         Lora.model_validate(values)
     except ValidationError as error:
@@ -435,17 +442,17 @@ def _adapter_of_run(named: Path) -> Iterator[Finding]:
         yield Finding("adapter-does-not-fit", (ADAPTER_KEY,), message, hint)
 
 
-def _recorded_lora(output: Path, named: tuple[Path, ...]) -> dict[str, Any] | None:
+def _recorded_lora(output: Path, named: tuple[Path, ...]) -> dict[str, object] | None:
     """Return `lora:` of the recipe of a run that was started from this adapter."""
     recipe = _read_object(output / "recipe.json") or {}
-    lora = cast(dict[str, Any], recipe.get("lora") or {})
+    lora = cast(dict[str, object], recipe.get("lora") or {})
     return lora if lora.get("adapter") in [str(each) for each in named] else None
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path) -> dict[str, object] | None:
     """Return a JSON object; None if there is none, which is reported with the model."""
     try:
-        found: Any = json.loads(path.read_bytes())
+        found: object = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return cast(dict[str, Any], found) if isinstance(found, dict) else None
+    return cast(dict[str, object], found) if isinstance(found, dict) else None

@@ -166,7 +166,7 @@ class _Resolver:
     def __post_init__(self) -> None:
         self.data = self.recipe.model_dump(by_alias=True)
 
-    def decide(self, key: str, value: Any, reason: str) -> None:
+    def decide(self, key: str, value: object, reason: str) -> None:
         section, name = key.split(".")
         self.data[section][name] = value
         self.reasons[key] = reason

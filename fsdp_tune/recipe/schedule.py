@@ -68,8 +68,8 @@ def warmup_steps(warmup: float, steps: int) -> int:
 
 def schedule_arguments(recipe: Recipe) -> dict[str, Any]:
     """Return `training.lr_scheduler_kwargs`; empty if they are not a mapping, which a rule refuses."""
-    arguments: Any = training_value(recipe.training, "lr_scheduler_kwargs")
-    return cast("dict[str, Any]", arguments) if isinstance(arguments, dict) else {}
+    arguments: object = training_value(recipe.training, "lr_scheduler_kwargs")
+    return cast("dict[str, object]", arguments) if isinstance(arguments, dict) else {}
 
 
 def nominal_steps(recipe: Recipe) -> int:

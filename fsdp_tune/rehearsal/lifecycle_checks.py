@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +52,7 @@ def run_fsdp_tune(*arguments: str) -> ChildResult:
     return run_child((*FSDP_TUNE, *arguments, "--json"))
 
 
-def run_torch_script(module: str, request: dict[str, Any]) -> ChildResult:
+def run_torch_script(module: str, request: Mapping[str, object]) -> ChildResult:
     """Run `python -m fsdp_tune.rehearsal.parity.MODULE` with the request on its stdin."""
     return run_child((sys.executable, "-P", "-m", f"fsdp_tune.rehearsal.parity.{module}"), json.dumps(request))
 
@@ -87,12 +87,12 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(SLURM_PREFIX)} | {"HF_HUB_OFFLINE": "1"}
 
 
-def _document(text: str) -> dict[str, Any]:
+def _document(text: str) -> dict[str, object]:
     try:
-        document: Any = json.loads(text)
+        document: object = json.loads(text)
     except ValueError:
         return {}
-    return cast("dict[str, Any]", document) if isinstance(document, dict) else {}
+    return cast("dict[str, object]", document) if isinstance(document, dict) else {}
 
 
 POLL_SECONDS = 0.002
@@ -257,7 +257,7 @@ def _require_success(result: ChildResult) -> None:
         raise _Failed(result.error)
 
 
-def _loss_lines(run: RunDir) -> list[dict[str, Any]]:
+def _loss_lines(run: RunDir) -> list[dict[str, object]]:
     return [line for line in read_metrics(run) if "loss" in line]
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_tune.core import families
 from fsdp_tune.core.atomic import write_file
@@ -61,7 +61,7 @@ class ScaledRecipe:
 
 
 def scale_down_recipe(
-    recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ranks: int, device: str, steps: int, inputs: ReadableInputs
+    recipe: Recipe, config: Mapping[str, object], folder: Path, *, ranks: int, device: str, steps: int, inputs: ReadableInputs
 ) -> ScaledRecipe:
     """Return the recipe of a rehearsal. `recipe` is resolved; the result is not, and is loaded like any other recipe."""
     small = ScaledRecipe(recipe.model_dump(mode="json", by_alias=True))
@@ -96,7 +96,7 @@ def scale_down_recipe(
     return small
 
 
-def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], inputs: ReadableInputs) -> None:
+def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, object], inputs: ReadableInputs) -> None:
     model = small.document["model"]
     shrunk = scale_down_config(config)
     model |= {
@@ -165,12 +165,20 @@ def _patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> None:
             small.changes.append(f"{key}: {json.dumps(new)}, the layers of the small model")
 
 
-def _group_patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> list[tuple[str, list[str], list[str]]]:
-    """Map the patterns of `training.parameter_groups`, and return key, old and new patterns of each entry.
+class _MappedPatterns(NamedTuple):
+    """Patterns of a key of the recipe, and those of the small model."""
+
+    key: str
+    old: list[str]
+    new: list[str]
+
+
+def _group_patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> list[_MappedPatterns]:
+    """Map the patterns of each entry of `training.parameter_groups`.
 
     A small layer represents several layers, and belongs to the first entry with one of them.
     """
-    changes: list[tuple[str, list[str], list[str]]] = []
+    changes: list[_MappedPatterns] = []
     entries: list[dict[str, Any]] = []
     for index, group in enumerate(recipe.training.parameter_groups):
         earlier = [pattern for entry in entries for pattern in entry["match"]]
@@ -180,7 +188,7 @@ def _group_patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> li
             if pattern in group.match or not any(fnmatch.fnmatchcase(pattern, other) for other in earlier)
         ]
         entries += [small.document["training"]["parameter_groups"][index] | {"match": mapped}] if mapped else []
-        changes.append((f"training.parameter_groups[{index}].match", group.match, mapped))
+        changes.append(_MappedPatterns(f"training.parameter_groups[{index}].match", group.match, mapped))
     small.document["training"]["parameter_groups"] = entries
     return changes
 
@@ -344,10 +352,10 @@ def map_layer_patterns(patterns: Sequence[str], of: int, to: int) -> list[str]:
         if found is None:
             order.append(pattern)
             continue
-        before, after, indexes = found
-        if (before, after) not in layers:
-            order.append((before, after))
-        layers.setdefault((before, after), set()).update(indexes)
+        around = (found.before, found.after)
+        if around not in layers:
+            order.append(around)
+        layers.setdefault(around, set()).update(found.indexes)
     mapped: list[str] = []
     for each in order:
         if isinstance(each, str):
@@ -358,14 +366,22 @@ def map_layer_patterns(patterns: Sequence[str], of: int, to: int) -> list[str]:
     return mapped
 
 
-def _layers_of(pattern: str, of: int) -> tuple[str, str, set[int]] | None:
-    """Return the parts before and after the layer index, and the matching indexes; None if the pattern has no layer index."""
+class _LayerPattern(NamedTuple):
+    """A pattern of module names that names layers: its parts before and after the index, and the matching indexes."""
+
+    before: str
+    after: str
+    indexes: set[int]
+
+
+def _layers_of(pattern: str, of: int) -> _LayerPattern | None:
+    """Return the layers that a pattern names; None if it has no layer index."""
     parts = pattern.split(".")
     for position, part in enumerate(parts):
         if re.fullmatch(r"[\d*?\[\]!-]+", part) and any(character.isdigit() or character == "?" for character in part):
             found = {index for index in range(of) if fnmatch.fnmatchcase(str(index), part)}
             if found:
-                return ".".join(parts[:position]), ".".join(parts[position + 1 :]), found
+                return _LayerPattern(".".join(parts[:position]), ".".join(parts[position + 1 :]), found)
     return None
 
 

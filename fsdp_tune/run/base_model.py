@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.files import open_regular
@@ -39,7 +39,7 @@ class BaseModel(Document):
     """Names of the weights that a run holds in 4 bits (`quantization.load`)."""
     nf4_scales: Literal["fp32", "bf16"] | None = None
     """`quantization.scales`."""
-    config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    config_changes: dict[str, object] = field(default_factory=dict[str, object])
     """Fields of the base's config.json that the run changed (`model.config_overrides`, `model.rope_scaling`), with their values."""
 
     def differs_from(self, other: BaseModel) -> bool:
@@ -93,7 +93,7 @@ class AdapterBase:
     """base.json, which runs of this package write; None for adapters of other tools."""
 
     @property
-    def config_changes(self) -> Mapping[str, Any]:
+    def config_changes(self) -> Mapping[str, object]:
         return self.trained.config_changes if self.trained is not None else {}
 
     def has_other_weights(self, folder: Path) -> bool:
@@ -106,7 +106,7 @@ class AdapterBase:
         return f"4 bits with scales in {scales}" if scales else "16 or 32 bits"
 
 
-def open_base(config: Mapping[str, Any], record: Path, *, given: str | None = None) -> AdapterBase:
+def open_base(config: Mapping[str, object], record: Path, *, given: str | None = None) -> AdapterBase:
     """Return the base of an adapter from its adapter_config.json and base.json.
 
     `given`: the model that the user names instead of the recorded one. A branch of a repository may have moved since training, so the

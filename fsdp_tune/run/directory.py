@@ -322,7 +322,7 @@ class BestStep(NamedTuple):
 def best_so_far(checkpoint: Path) -> BestStep | None:
     """Return the best step by the trainer's metric when `checkpoint` was saved; None if there was none, or its state is unreadable."""
     try:
-        state: Any = json.loads(read_regular(checkpoint / TRAINER_STATE))
+        state: object = json.loads(read_regular(checkpoint / TRAINER_STATE))
     except (OSError, ValueError, RecursionError):
         return None
     found = cast("dict[str, Any]", state) if isinstance(state, dict) else {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.run.manifest import digest_of_values
@@ -19,7 +18,7 @@ from fsdp_tune.run.records import Document
 class EvaluationRecord(Document):
     command: str
     """Identifies the start: a checkpoint whose evaluation failed in an earlier one is evaluated again."""
-    evaluation: dict[str, Any]
+    evaluation: dict[str, object]
     """The section of the recipe."""
     rows: dict[str, str]
     """Label of each set → digest of its rows as tokens and targets."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
@@ -67,7 +67,7 @@ class SpikeRow(JsonAnswer):
 @dataclass(frozen=True, slots=True)
 class ChangedKey(JsonAnswer):
     key: str
-    old: Any
-    new: Any
+    old: object
+    new: object
     class_: Annotated[str, Field(validation_alias=AliasChoices("class", "class_"))]
     """What the change does to the training."""

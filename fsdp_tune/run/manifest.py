@@ -115,7 +115,7 @@ class Manifest:
             raise ValueError(f"not a manifest: {error!r}") from error
 
 
-def digest_of_values(values: Mapping[str, Any]) -> str:
+def digest_of_values(values: Mapping[str, object]) -> str:
     """Return the XXH3-128 of a JSON object with text keys, independent of the layout of its file."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128(canonical.encode()).hexdigest()
@@ -228,7 +228,7 @@ def mark_damaged(root: Path, names: Collection[str]) -> None:
 
 def _marked(root: Path) -> dict[str, list[int]]:
     try:
-        raw: Any = json.loads(read_regular(root / DAMAGE_NAME))
+        raw: object = json.loads(read_regular(root / DAMAGE_NAME))
     except (OSError, ValueError, RecursionError):
         return {}
     return cast(dict[str, list[int]], raw) if isinstance(raw, dict) else {}

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -24,23 +24,23 @@ DOCUMENT_DIGEST = "document_digest"
 """Key of a document's digest of its other values. Documents of earlier versions have none, and are not compared."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, object]:
     """Return the values of a document. Raises: OSError; ValueError if they are not those that were written."""
     return verified(json.loads(read_regular(path)))
 
 
-def verified(raw: Any) -> dict[str, Any]:
+def verified(raw: object) -> dict[str, object]:
     """Return the values of a document without their digest. Raises: ValueError if they are not those that were written."""
     if not isinstance(raw, dict):
         raise ValueError(f"it holds a {type(raw).__name__}, not an object")
-    whole = cast(dict[str, Any], raw)
+    whole = cast(dict[str, object], raw)
     values = {name: value for name, value in whole.items() if name != DOCUMENT_DIGEST}
     if DOCUMENT_DIGEST in whole and whole[DOCUMENT_DIGEST] != _digest_of(values):
         raise ValueError("its values are not those that were written (digest differs)")
     return values
 
 
-def _digest_of(values: dict[str, Any]) -> str:
+def _digest_of(values: dict[str, object]) -> str:
     return digest_of_values(json.loads(json.dumps(values)))  # as it will be read: with text keys
 
 
@@ -59,7 +59,7 @@ class Document:
         return own | own.pop("facts", {})
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Self:
+    def from_dict(cls, raw: dict[str, object]) -> Self:
         """Return the document of `as_dict`. Raises: ValueError, TypeError or KeyError for other fields."""
         names = {field.name for field in fields(cls)}
         own = {name: value for name, value in raw.items() if name in names}
@@ -67,7 +67,7 @@ class Document:
             own["facts"] = {name: value for name, value in raw.items() if name not in names}
         return _validator(cls).validate_python(own)
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, object]:
         """Return the file as a JSON object, with a digest of its values; NaN and infinity are text in it."""
         values = json_safe({"version": self.VERSION, **self.as_dict()})
         return values | {DOCUMENT_DIGEST: _digest_of(values)}
@@ -130,6 +130,15 @@ class Environment(Document):
     """`run.base_model.identify_weights` of the model that the run starts from; None with random weights."""
 
 
+class PredictedFigure(NamedTuple):
+    """A figure of a plan next to the measured one."""
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction(Document):
     """plan.json: the plan of this recipe for this machine's GPU. Figures that are unknown are None."""
@@ -140,11 +149,15 @@ class Prediction(Document):
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """All other fields of `planner.predict.predict.Plan`."""
 
-    def compared(self, line: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-        """Return (name, unit, predicted, measured) of each figure that the plan and a training line of metrics.jsonl have."""
+    def compared(self, line: Mapping[str, Any]) -> list[PredictedFigure]:
+        """Return each figure that the plan and a training line of metrics.jsonl have."""
         figures = (("peak_allocated_gib", "GiB"), ("peak_reserved_gib", "GiB"), ("step_seconds", "s"))
         found = [(name, unit, getattr(self, name), line.get(name)) for name, unit in figures]
-        return [(name, unit, predicted, measured) for name, unit, predicted, measured in found if predicted is not None and measured]
+        return [
+            PredictedFigure(name, unit, predicted, measured)
+            for name, unit, predicted, measured in found
+            if predicted is not None and measured
+        ]
 
 
 OneOrAll = str | list[str] | None
@@ -298,15 +311,15 @@ class ReadBack(Document):
     """Largest change of an output when later tokens change; None if it could not be measured."""
     packing_deviation: float | None = None
     """Largest change of an output when other examples of a packed row change, likewise."""
-    ran_in: dict[str, Any] | None = None
+    ran_in: dict[str, object] | None = None
     """Dtypes of the first micro-batch."""
     optimizer_state_bytes: dict[str, int] | None = None
-    witness: dict[str, Any] | None = None
+    witness: dict[str, object] | None = None
     facts: LiveState = field(default_factory=LiveState)
     """All other fields of the file, of rank 0."""
 
     @classmethod
-    def complete(cls, path: Path, *, warnings: Sequence[str] = (), **values: Any) -> None:
+    def complete(cls, path: Path, *, warnings: Sequence[str] = (), **values: object) -> None:
         """Set further fields of the file and add `warnings`, if it exists."""
         if (found := cls.read(path)) is not None:
             replace(found, warnings=[*found.warnings, *warnings], **values).write(path)

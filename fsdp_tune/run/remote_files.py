@@ -117,7 +117,7 @@ def _status_of(error: BaseException) -> int | None:
 
 def _code_of(error: BaseException) -> str | None:
     """Return the error code of a response of botocore."""
-    response: Any = getattr(error, "response", None)
+    response: object = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
@@ -170,7 +170,7 @@ class RemoteDirectory:
         self.protocol = urlsplit(url).scheme
         self._is_local = self.protocol == "file"
         # Each request of botocore is repeated by s3fs and by `retried`; a third layer would make an outage last a quarter of an hour.
-        options: dict[str, Any] = {"config_kwargs": {"retries": {"max_attempts": 1}}} if self.protocol == "s3" else {}
+        options: dict[str, object] = {"config_kwargs": {"retries": {"max_attempts": 1}}} if self.protocol == "s3" else {}
         try:
             self._files, self._root = import_module("fsspec.core").url_to_fs(self.url, **options)
         except ImportError as error:
@@ -190,7 +190,7 @@ class RemoteDirectory:
         def find() -> dict[str, RemoteEntry]:
             self._files.invalidate_cache()
             try:
-                found: dict[str, dict[str, Any]] = self._files.find(top, detail=True)
+                found: dict[str, dict[str, object]] = self._files.find(top, detail=True)
             except FileNotFoundError:
                 return {}
             prefix = f"{self._root}/".lstrip("/")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 PART_BYTES = 64 << 20
 """Size of the parts of a large file, which are sent one after another. S3 allows 10,000 of them."""
@@ -37,7 +36,7 @@ class Checksums:
         self._parts.append(self._part.digest())
         self._part, self._part_bytes = hashlib.md5(usedforsecurity=False), 0
 
-    def are_those_of(self, info: Mapping[str, Any]) -> bool:
+    def are_those_of(self, info: Mapping[str, object]) -> bool:
         """Return whether `fsspec`'s description of the file has one of these checksums."""
         if self._part_bytes:
             self._end_part()

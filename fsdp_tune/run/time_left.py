@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from fsdp_tune.run.events import number
 
@@ -38,7 +37,7 @@ class TimeLeft:
     """Steps of the last two evaluations."""
     _evaluation_seconds: float = 0.0
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, object]) -> None:
         """Take the next line; an event other than `train_started` changes nothing."""
         step = line.get("step")
         if not isinstance(step, int) or isinstance(step, bool):
@@ -58,7 +57,7 @@ class TimeLeft:
             self._evaluation_seconds = number(line.get("eval_seconds")) or 0.0
             self._time = number(line.get("time")) or self._time
 
-    def _add_step(self, step: int, line: Mapping[str, Any]) -> None:
+    def _add_step(self, step: int, line: Mapping[str, object]) -> None:
         seconds, before = number(line.get("step_seconds")), self._step
         if seconds is not None and before is not None and step > before:
             if self._first_seconds is None:

@@ -67,12 +67,12 @@ def merge_record(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def seal_record(record: Mapping[str, Any]) -> dict[str, Any]:
+def seal_record(record: Mapping[str, object]) -> dict[str, object]:
     """Return merge.json with a digest of its own values."""
     return {**record, RECORD_DIGEST: digest_of_values(record)}
 
 
-def unsealed(record: dict[str, Any]) -> dict[str, Any]:
+def unsealed(record: dict[str, object]) -> dict[str, object]:
     """Return merge.json without the digest of its values, for a copy in which some of them are others."""
     return {key: value for key, value in record.items() if key != RECORD_DIGEST}
 
@@ -94,16 +94,16 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=16)
-def _compare_output(folder: Path, _state: tuple[Any, ...]) -> None:
+def _compare_output(folder: Path, _state: tuple[object, ...]) -> None:
     """Compare once in a process as long as the files stay as they are."""
     path = folder / MERGE_RECORD
     try:
-        read: Any = json.loads(read_regular(path))
+        read: object = json.loads(read_regular(path))
     except FileNotFoundError:
         return
     except (OSError, ValueError, RecursionError) as error:
         raise _changed(folder, {MERGE_RECORD: f"it cannot be read as JSON ({error})"}, path) from error
-    record = cast(dict[str, Any], read) if isinstance(read, dict) else {}
+    record = cast(dict[str, object], read) if isinstance(read, dict) else {}
     if RECORD_DIGEST not in record:
         return  # of an earlier version, or downloaded from the hub
     if digest_of_values(unsealed(record)) != record[RECORD_DIGEST]:

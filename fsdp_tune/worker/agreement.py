@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_tune.cluster.doctor_checks import differences
+from fsdp_tune.cluster.doctor_checks import differences_of_ranks
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.library_errors import as_os_error
@@ -135,7 +135,7 @@ def identity(run: RunDir) -> dict[str, str]:
 
 def check_same(run: RunDir) -> None:
     """Check that all ranks are alike. Collective. Raises: FailedError on every rank, with each difference to rank 0."""
-    found = differences(gather(identity(run)))
+    found = differences_of_ranks(gather(identity(run)))
     if found:
         more = f" (and {len(found) - 1} more differences)" if len(found) > 1 else ""
         hint = "install the same packages on every machine, and let all of them see the same run directory"

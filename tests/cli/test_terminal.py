@@ -12,7 +12,7 @@ from fsdp_tune.cli.terminal import wrapped
 from fsdp_tune.cli.verbs import Screen, command
 from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.data.format.templates import bundled_text
-from fsdp_tune.recipe.read.loader import catalogue
+from fsdp_tune.recipe.read.catalogue import catalogue
 from tests.cli.forked import command as started
 from tests.cli.forked import lines_on_a_terminal
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from fsdp_tune.core.errors import ExitCode, ExitReason
-from fsdp_tune.recipe.read.loader import catalogue
+from fsdp_tune.recipe.read.catalogue import catalogue
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.manifest import read_manifest

@@ -11,7 +11,7 @@ from fsdp_tune.cluster.doctor_checks import (
     HealthCheck,
     HealthNeeds,
     RankHealth,
-    differences,
+    differences_of_ranks,
     judge_health,
     slow_ranks,
 )
@@ -191,7 +191,7 @@ def test_cpu_ranks_without_a_trace_are_judged_by_what_is_known() -> None:
 
 
 def test_differences_name_values_that_only_one_has() -> None:
-    assert differences([{"a": "1"}, {"a": "1", "b": "2"}]) == ["rank 1 has b 2, rank 0 has None"]
+    assert differences_of_ranks([{"a": "1"}, {"a": "1", "b": "2"}]) == ["rank 1 has b 2, rank 0 has None"]
 
 
 def linked(slow: dict[tuple[int, int], float], machines: int = 4) -> list[RankHealth]:

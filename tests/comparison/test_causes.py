@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_tune.comparison.causes import (
-    Path,
-    by_likelihood,
-    causing,
-    different_key,
-    different_paths,
-    value_at,
-    with_values,
-)
+from fsdp_tune.comparison.causes import by_likelihood, causing, different_key, different_paths, value_at, with_values
+from fsdp_tune.recipe.key_paths import KeyPath
 
 A: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "b"}], "packing": True}, "lora": None, "training": {"seed": 1}}
 B: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "c"}], "packing": True}, "lora": {"r": 8}, "training": {"seed": 1, "x": 2}}
@@ -32,10 +25,10 @@ def test_values_of_another_document_are_copied_and_missing_keys_removed() -> Non
     assert value_at(A, ("data", "train", 5, "path")) is None
 
 
-def needing(*needed: Path) -> Any:
-    tried: list[Sequence[Path]] = []
+def needing(*needed: KeyPath) -> Any:
+    tried: list[Sequence[KeyPath]] = []
 
-    def vanishes(chosen: Sequence[Path]) -> bool:
+    def vanishes(chosen: Sequence[KeyPath]) -> bool:
         tried.append(chosen)
         return set(needed) <= set(chosen)
 
@@ -43,7 +36,7 @@ def needing(*needed: Path) -> Any:
 
 
 def test_one_key_is_found_alone_and_several_are_reduced_to_those_needed() -> None:
-    keys: list[Path] = [("a",), ("b",), ("c",), ("d",)]
+    keys: list[KeyPath] = [("a",), ("b",), ("c",), ("d",)]
     assert causing(keys, needing(("c",))) == (("c",),)
     assert causing(keys, needing(("a",), ("d",))) == (("a",), ("d",))
     assert causing(keys, lambda _: False) == ()
@@ -51,7 +44,7 @@ def test_one_key_is_found_alone_and_several_are_reduced_to_those_needed() -> Non
 
 
 def test_keys_that_affect_the_stage_are_tried_first_and_others_not_at_all() -> None:
-    paths: list[Path] = [("output_dir",), ("launch", "num_processes"), ("training", "weight_decay"), ("data", "packing")]
+    paths: list[KeyPath] = [("output_dir",), ("launch", "num_processes"), ("training", "weight_decay"), ("data", "packing")]
     assert by_likelihood(paths, is_data_stage=True) == [("data", "packing"), ("training", "weight_decay"), ("launch", "num_processes")]
     assert by_likelihood(paths, is_data_stage=False)[0] == ("training", "weight_decay")
 

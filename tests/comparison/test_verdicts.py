@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.comparison.causes import Path as KeyPath
 from fsdp_tune.comparison.causes import changes_numbers, different_paths, with_passed_defaults
 from fsdp_tune.comparison.stages import DATA_STAGES, STAGES, ComparedStage, Observation, StageFacts
 from fsdp_tune.comparison.verdicts import unsettled_keys, verdict
 from fsdp_tune.data.read.file_access import FileDigests
+from fsdp_tune.recipe.key_paths import KeyPath
 
 WEIGHTS: KeyPath = ("training", "weight_decay")
 ROWS: KeyPath = ("data", "append_eos")

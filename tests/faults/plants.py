@@ -170,7 +170,7 @@ PLANTS: tuple[Plant, ...] = (
         condition("stat.S_ISREG", "stat.S_ISDIR(mode)"),
         rows="F008",
     ),
-    plant("key overridden twice", "recipe.read.loader:_read_overrides", condition("_overlap", "_ and not path"), rows="F009"),
+    plant("key overridden twice", "recipe.read.overrides:_read_overrides", condition("_overlap", "_ and not path"), rows="F009"),
     # data
     plant("lines counted from 0", "data.read.readers:_lines", value("number", "-1"), rows="F012"),
     plant("byte order mark kept as text", "data.read.readers:_open_text", drop("file.read"), rows="F013"),
@@ -226,7 +226,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("existing output replaced", "merge.output_directory:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
-    plant("differing ranks accepted", "cluster.doctor_checks:differences", never("first"), rows="F032"),
+    plant("differing ranks accepted", "cluster.doctor_checks:differences_of_ranks", never("first"), rows="F032"),
     plant("loader processes handle stop signals", "worker.rows.batches:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "failed launch not restarted",
@@ -235,7 +235,7 @@ PLANTS: tuple[Plant, ...] = (
         rows="F041",
         by=("launch/test_attempts.py::killed_rank_restarts_the_run_with_a_message_and_a_metrics_event",),
     ),
-    plant("deterministic failure restarted", "launch.supervise.attempts:decide", never("failure.step"), rows="F101"),
+    plant("deterministic failure restarted", "launch.supervise.attempts:decide_restart", never("failure.step"), rows="F101"),
     plant("stopped rank not reported as late", "launch.supervise.hang:late_ranks", statement("return held", "return []"), rows="F037 F044"),
     plant("collective sequence numbers ignored", "launch.supervise.hang:late_ranks", statement("return late", "return []"), rows="F046"),
     plant(

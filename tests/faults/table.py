@@ -75,7 +75,7 @@ RECIPE_AND_INPUT = (
     ),
     _row(
         "F009", "p", 11, REFUSED, "--set on an unknown key, of a wrong type, twice the same",
-        "recipe/test_loader_overrides::mistake_names_the_override", "recipe/test_loader_overrides::duplicate_override_is_refused",
+        "recipe/test_overrides::mistake_names_the_override", "recipe/test_overrides::duplicate_override_is_refused",
     ),
     _row(
         "F010", "p", 11, REFUSED, "contradictory keys", "recipe/test_contradictions::contradiction_is_reported_with_both_lines",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.command.resume import Start, decide
+from fsdp_tune.launch.command.resume import Start, decide_start
 from fsdp_tune.launch.command.run_files import write_run
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
@@ -188,13 +188,13 @@ def test_run_killed_while_updating_its_files_resumes(every: int, tmp_path: Path,
 
     def act(place: Path) -> None:
         run = RunDir(place)
-        write_run(run, files_of(run, new, decide(run, new, "auto", overwrite=False)))
+        write_run(run, files_of(run, new, decide_start(run, new, "auto", overwrite=False)))
 
     def check(place: Path, done: bool) -> None:
         run = RunDir(place)
         assert half_files(place) == []
         assert Recipe.model_validate_json(run.recipe_json.read_bytes()) in ((new,) if done else (old, new))
-        start = decide(run, new, "auto", overwrite=False)
+        start = decide_start(run, new, "auto", overwrite=False)
         assert start.checkpoint is not None
         assert start.checkpoint.step == 10
         if not done:
@@ -218,7 +218,7 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
         for damaged in (raw[: len(raw) // 2], b"", b"\0" * 100, b"\xff\xfe", b"[]", b"null", b"{}"):
             path.write_bytes(damaged)
             with contextlib.suppress(FsdpTuneError):
-                assert isinstance(decide(run, recipe, "auto", overwrite=False), Start)
+                assert isinstance(decide_start(run, recipe, "auto", overwrite=False), Start)
             done += 1
         path.write_bytes(raw)
     count(corruptions=done)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import ExitReason, Problem
-from fsdp_tune.launch.supervise.attempts import Attempts, Failure, NewerCopy, Restart, decide, is_transient
+from fsdp_tune.launch.supervise.attempts import Attempts, Failure, NewerCopy, Restart, decide_restart, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import ResumeRequest
@@ -72,35 +72,35 @@ def test_only_transient_failures_are_restarted(what: Verdict, signals: Sequence[
 )
 def test_failures_with_progress_between_them_are_restarted(places: list[tuple[int, int]]) -> None:
     for count in range(1, len(places) + 1):
-        assert decide(failures(*places[:count]), 9, no_rows) == Restart(count)
+        assert decide_restart(failures(*places[:count]), 9, no_rows) == Restart(count)
 
 
 def test_restarts_are_counted() -> None:
-    assert decide(failures((1, 0), (2, 0)), 2, no_rows) == Restart(2)
-    stop = decide(failures((1, 0), (2, 0), (3, 0)), 2, no_rows)
+    assert decide_restart(failures((1, 0), (2, 0)), 2, no_rows) == Restart(2)
+    stop = decide_restart(failures((1, 0), (2, 0), (3, 0)), 2, no_rows)
     assert isinstance(stop, Problem)
     assert stop.message == "rank 1 was killed by SIGKILL; all 2 restarts (`launch.max_restarts`) are used up"
 
 
 def test_problem_is_unchanged_without_restarts() -> None:
-    assert decide(failures((1, 0)), 0, no_rows) == KILLED
+    assert decide_restart(failures((1, 0)), 0, no_rows) == KILLED
 
 
 def test_third_failure_at_one_step_ends_run_and_names_rows() -> None:
-    stop = decide(failures((1, 0), (3, 2), (3, 2), (3, 2)), 9, lambda step: f"rows of step {step}")
+    stop = decide_restart(failures((1, 0), (3, 2), (3, 2), (3, 2)), 9, lambda step: f"rows of step {step}")
     assert isinstance(stop, Problem)
     assert stop.code == "fails-each-time"
     assert "step 4 failed 3 times in a row; the rows of that step: rows of step 4;" in stop.message
 
 
 def test_three_failures_without_progress_end_the_run() -> None:
-    stop = decide(failures((3, 2), (2, 2), (3, 2)), 9, no_rows)
+    stop = decide_restart(failures((3, 2), (2, 2), (3, 2)), 9, no_rows)
     assert isinstance(stop, Problem)
     assert "3 launches in a row did not get beyond step 3" in stop.message
 
 
 def test_two_startup_failures_end_the_run() -> None:
-    stop = decide([*failures((6, 4)), *failures((4, 4), has_trained=False)], 9, no_rows)
+    stop = decide_restart([*failures((6, 4)), *failures((4, 4), has_trained=False)], 9, no_rows)
     assert isinstance(stop, Problem)
     assert "2 launches in a row did not get beyond the start-up" in stop.message
 

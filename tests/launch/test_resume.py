@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
-from fsdp_tune.launch.command.resume import Start, check_data, decide, move_aside, refuse_beyond_end, refuse_when_continued
+from fsdp_tune.launch.command.resume import Start, check_data, decide_start, move_aside, refuse_beyond_end, refuse_when_continued
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -45,7 +45,7 @@ def recipe(fresh: RunDir, tmp_path: Path) -> Recipe:
 def refused(run: RunDir, recipe: Recipe, resume: str | None = None, *, overwrite: bool = False) -> FsdpTuneError:
     """The error of a start."""
     with pytest.raises(FsdpTuneError) as caught:
-        decide(run, recipe, resume, overwrite=overwrite)
+        decide_start(run, recipe, resume, overwrite=overwrite)
     return caught.value
 
 
@@ -114,19 +114,19 @@ def test_checkpoint_beyond_the_end_of_the_recipe_is_refused_with_alternatives(fr
     assert error.exit_code == 2
     assert "training.max_steps=36" in error.problems[0].ways_out[0]
     assert f"--resume {fresh.checkpoint(18)}" in error.problems[0].ways_out[1]
-    assert decide(fresh, resolved(tmp_path, "training.max_steps=37"), "auto", overwrite=False).step == 36
+    assert decide_start(fresh, resolved(tmp_path, "training.max_steps=37"), "auto", overwrite=False).step == 36
 
 
 def test_checkpoint_at_the_end_of_the_recipe_is_resumed(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path, "training.max_steps=40")
     checkpoint(fresh, 36)
-    assert decide(fresh, resolved(tmp_path, "training.max_steps=36"), "auto", overwrite=False).step == 36
+    assert decide_start(fresh, resolved(tmp_path, "training.max_steps=36"), "auto", overwrite=False).step == 36
 
 
 def test_epochs_that_end_before_the_checkpoint_are_refused(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path, "training.num_train_epochs=3")
     checkpoint(fresh, 30)
-    start = decide(fresh, resolved(tmp_path, "training.num_train_epochs=2"), "auto", overwrite=False)
+    start = decide_start(fresh, resolved(tmp_path, "training.num_train_epochs=2"), "auto", overwrite=False)
     refuse_beyond_end(start, 30)
     with pytest.raises(FsdpTuneError, match="is at step 30, and the recipe ends at step 20"):
         refuse_beyond_end(start, 20)
@@ -134,7 +134,7 @@ def test_epochs_that_end_before_the_checkpoint_are_refused(fresh: RunDir, tmp_pa
 
 def test_empty_directory_is_used(fresh: RunDir, tmp_path: Path) -> None:
     fresh.path.mkdir(parents=True)
-    assert decide(fresh, resolved(tmp_path), "auto", overwrite=False).is_new
+    assert decide_start(fresh, resolved(tmp_path), "auto", overwrite=False).is_new
     used(fresh, tmp_path)
     assert fresh.is_used
 
@@ -159,7 +159,7 @@ def test_recipe_and_environment_are_readable_by_their_owner_alone(fresh: RunDir,
     try:
         recipe = used(fresh, tmp_path)
         checkpoint(fresh, 3)
-        write_run(fresh, files_of(fresh, recipe, decide(fresh, recipe, "auto", overwrite=False)))
+        write_run(fresh, files_of(fresh, recipe, decide_start(fresh, recipe, "auto", overwrite=False)))
     finally:
         os.umask(before)
     private = [fresh.recipe_yaml, fresh.recipe_json, fresh.launch_json, fresh.environment_json]
@@ -186,7 +186,7 @@ def test_world_writable_run_is_refused(fresh: RunDir, recipe: Recipe) -> None:
 
 
 def test_overwrite_keeps_the_old_run_under_another_name(fresh: RunDir, recipe: Recipe) -> None:
-    assert decide(fresh, recipe, None, overwrite=True).is_new
+    assert decide_start(fresh, recipe, None, overwrite=True).is_new
     aside = move_aside(fresh)
     assert not fresh.path.exists()
     assert (aside / "recipe.json").exists()
@@ -195,7 +195,7 @@ def test_overwrite_keeps_the_old_run_under_another_name(fresh: RunDir, recipe: R
 
 def test_resume_decision_expires_when_another_command_resumes(fresh: RunDir, recipe: Recipe) -> None:
     path = checkpoint(fresh, 10)
-    starts = [decide(fresh, recipe, resume, overwrite=False) for resume in ("auto", str(path))]
+    starts = [decide_start(fresh, recipe, resume, overwrite=False) for resume in ("auto", str(path))]
     for start in starts:
         refuse_when_continued(fresh, start)
     write_run(fresh, files_of(fresh, recipe, starts[0]))
@@ -220,7 +220,7 @@ def test_run_finished_during_checkpoint_hashing_is_detected(
         return found
 
     monkeypatch.setattr("fsdp_tune.launch.command.resume.latest_checkpoint", used_meanwhile)
-    start = decide(fresh, recipe, "auto", overwrite=False)
+    start = decide_start(fresh, recipe, "auto", overwrite=False)
     with locked(fresh), pytest.raises(FsdpTuneError, match="another command continued") as caught:
         refuse_when_continued(fresh, start)
     assert caught.value.exit_code == 2
@@ -249,10 +249,10 @@ def manual_commands(fresh: RunDir, recipe: Recipe) -> Iterator[subprocess.Popen[
 def test_manually_started_ranks_lock_their_run(fresh: RunDir, tmp_path: Path, manual_commands: subprocess.Popen[bytes]) -> None:
     for resume, overwrite in (("auto", False), (None, True)):
         with pytest.raises(FsdpTuneError, match=rf"ranks that still run \(pid {manual_commands.pid}\)"):
-            decide(fresh, resolved(tmp_path), resume, overwrite=overwrite)
+            decide_start(fresh, resolved(tmp_path), resume, overwrite=overwrite)
     manual_commands.kill()
     manual_commands.wait()
-    assert not decide(fresh, resolved(tmp_path), "auto", overwrite=False).is_new
+    assert not decide_start(fresh, resolved(tmp_path), "auto", overwrite=False).is_new
 
 
 @pytest.mark.usefixtures("manual_commands")
@@ -277,7 +277,7 @@ def test_resume_auto_uses_newest_complete_checkpoint_and_names_damaged_ones(fres
     good = checkpoint(fresh, 10)
     checkpoint(fresh, 20, damaged=True)
     (fresh.path / "checkpoint-30").mkdir()
-    start = decide(fresh, recipe, "auto", overwrite=False)
+    start = decide_start(fresh, recipe, "auto", overwrite=False)
     assert start.checkpoint is not None
     assert start.checkpoint.path == good
     assert not start.is_new
@@ -298,16 +298,16 @@ def test_hashed_bytes_are_counted(run: RunDir) -> None:
 
 
 def test_resume_auto_without_checkpoint_starts_at_step_0(fresh: RunDir, recipe: Recipe) -> None:
-    start = decide(fresh, recipe, "auto", overwrite=False)
+    start = decide_start(fresh, recipe, "auto", overwrite=False)
     assert (start.checkpoint, start.is_new, start.is_finished) == (None, False, False)
 
 
 def test_finished_run_has_nothing_to_do_unless_more_steps_are_requested(fresh: RunDir, recipe: Recipe, tmp_path: Path) -> None:
     checkpoint(fresh, 100)
     finish(fresh, 100)
-    assert decide(fresh, recipe, "auto", overwrite=False).is_finished
-    assert decide(fresh, resolved(tmp_path, "training.logging_steps=3"), "auto", overwrite=False).is_finished
-    longer = decide(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False)
+    assert decide_start(fresh, recipe, "auto", overwrite=False).is_finished
+    assert decide_start(fresh, resolved(tmp_path, "training.logging_steps=3"), "auto", overwrite=False).is_finished
+    longer = decide_start(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False)
     assert not longer.is_finished
     assert [change.key for change in longer.trajectory_changes] == ["training.max_steps"]
 
@@ -320,16 +320,16 @@ def test_finished_run_is_launched_to_bring_weights_of_another_machine(fresh: Run
     (path / MANIFEST_NAME).write_text(manifest.to_json())
     finish(fresh, 100)
     held = [Held(100, manifest.identity, [shard])]
-    starts = [decide(fresh, recipe, "auto", overwrite=False, elsewhere=each) for each in (None, held)]
+    starts = [decide_start(fresh, recipe, "auto", overwrite=False, elsewhere=each) for each in (None, held)]
     assert [(each.step, each.is_finished, each.ends_here) for each in starts] == [(100, False, True)] * 2
     write_run(fresh, files_of(fresh, recipe, starts[1]))
-    assert decide(fresh, recipe, "auto", overwrite=False, elsewhere=held).ends_here  # that launch was killed
-    longer = decide(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False, elsewhere=held)
+    assert decide_start(fresh, recipe, "auto", overwrite=False, elsewhere=held).ends_here  # that launch was killed
+    longer = decide_start(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False, elsewhere=held)
     assert (longer.is_finished, longer.ends_here) == (False, False)
     (path / shard).parent.mkdir()
     (path / shard).write_bytes((path / "weights").read_bytes())
     finish(fresh, 100)
-    start = decide(fresh, recipe, "auto", overwrite=False)
+    start = decide_start(fresh, recipe, "auto", overwrite=False)
     assert (start.is_finished, start.ends_here) == (True, False)
 
 
@@ -337,8 +337,8 @@ def test_continued_run_killed_before_start_is_not_finished(fresh: RunDir, recipe
     checkpoint(fresh, 100)
     finish(fresh, 100)
     longer = resolved(tmp_path, "training.max_steps=200")
-    write_run(fresh, files_of(fresh, longer, decide(fresh, longer, "auto", overwrite=False)))
-    assert not decide(fresh, longer, "auto", overwrite=False).is_finished
+    write_run(fresh, files_of(fresh, longer, decide_start(fresh, longer, "auto", overwrite=False)))
+    assert not decide_start(fresh, longer, "auto", overwrite=False).is_finished
     assert recipe.training != longer.training
 
 
@@ -346,7 +346,7 @@ def test_finished_run_with_damaged_last_checkpoint_resumes_from_previous(fresh: 
     checkpoint(fresh, 90)
     checkpoint(fresh, 100, damaged=True)
     finish(fresh, 100)
-    start = decide(fresh, recipe, "auto", overwrite=False)
+    start = decide_start(fresh, recipe, "auto", overwrite=False)
     assert (start.step, start.is_finished) == (90, False)
 
 
@@ -355,11 +355,11 @@ def test_read_only_run_is_refused_unless_finished(fresh: RunDir, recipe: Recipe,
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write everywhere
     for run, resume in ((fresh, "auto"), (RunDir(tmp_path / "new" / "one"), None)):
         with pytest.raises(FsdpTuneError, match="is not writable"):
-            decide(run, recipe, resume, overwrite=False)
+            decide_start(run, recipe, resume, overwrite=False)
     assert asked == [fresh.path, tmp_path]
     checkpoint(fresh, 100)
     finish(fresh, 100)
-    assert decide(fresh, recipe, "auto", overwrite=False).is_finished
+    assert decide_start(fresh, recipe, "auto", overwrite=False).is_finished
 
 
 @pytest.mark.usefixtures("recipe")
@@ -371,21 +371,21 @@ def test_refused_change_writes_nothing(fresh: RunDir, tmp_path: Path) -> None:
 
 def test_explicit_checkpoint_resumes_its_run_or_starts_a_new_one(fresh: RunDir, recipe: Recipe, tmp_path: Path) -> None:
     path = checkpoint(fresh, 10)
-    assert not decide(fresh, recipe, str(path), overwrite=False).is_new
-    elsewhere = decide(RunDir(tmp_path / "runs" / "two"), recipe, str(path), overwrite=False)
+    assert not decide_start(fresh, recipe, str(path), overwrite=False).is_new
+    elsewhere = decide_start(RunDir(tmp_path / "runs" / "two"), recipe, str(path), overwrite=False)
     assert elsewhere.is_new
     assert elsewhere.checkpoint is not None
     other = RunDir(tmp_path / "runs" / "three")
     used(other, tmp_path)
     with pytest.raises(FsdpTuneError, match="belongs to another"):
-        decide(other, recipe, str(path), overwrite=False)
+        decide_start(other, recipe, str(path), overwrite=False)
 
 
 def test_explicit_checkpoint_before_later_ones_is_refused_with_alternatives(fresh: RunDir, recipe: Recipe) -> None:
     path = checkpoint(fresh, 10)
     checkpoint(fresh, 20)
     with pytest.raises(FsdpTuneError, match="checkpoint-20"):
-        decide(fresh, recipe, str(path), overwrite=False)
+        decide_start(fresh, recipe, str(path), overwrite=False)
 
 
 @pytest.mark.parametrize("what", ["missing", "run"])
@@ -406,7 +406,7 @@ def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_me
     torn = '{"step": 11, "lo'  # by a rank that was killed
     fresh.metrics_jsonl.write_text('{"step": 10, "loss": 1.0}\n' + torn)
     recipe = resolved(tmp_path, "training.learning_rate=1e-3")
-    start = decide(fresh, recipe, "auto", overwrite=False)
+    start = decide_start(fresh, recipe, "auto", overwrite=False)
     write_run(fresh, files_of(fresh, recipe, start, text="# second\n" + BASE))
     assert (fresh.history / "001" / "recipe.yaml").read_text() == BASE
     assert fresh.recipe_yaml.read_text().startswith("# second")
@@ -416,12 +416,12 @@ def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_me
     event = json.loads(line)
     assert last == torn
     assert (event["event"], event["step"], event["changes"][0]["key"]) == ("recipe_changed", 10, "training.learning_rate")
-    write_run(fresh, files_of(fresh, recipe, decide(fresh, recipe, "auto", overwrite=False)))
+    write_run(fresh, files_of(fresh, recipe, decide_start(fresh, recipe, "auto", overwrite=False)))
     assert (fresh.history / "002" / "recipe.yaml").read_text().startswith("# second")
 
 
 def test_changed_data_are_refused_on_resume(fresh: RunDir, recipe: Recipe) -> None:
-    start = decide(fresh, recipe, "auto", overwrite=False)
+    start = decide_start(fresh, recipe, "auto", overwrite=False)
     check_data(start, "k1")
     with pytest.raises(FsdpTuneError, match="not those that the run started with"):
         check_data(start, "k2")

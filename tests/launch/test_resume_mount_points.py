@@ -14,7 +14,7 @@ import pytest
 from fsdp_tune.core import atomic
 from fsdp_tune.core.atomic import Disk, is_mount_point, needs_filling, occupants, staged_directory, stages_inside, undo_fill
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.command.resume import decide
+from fsdp_tune.launch.command.resume import decide_start
 from fsdp_tune.launch.command.run_files import write_run
 from fsdp_tune.run.directory import RunDir
 from tests.launch.recipes import resolved
@@ -148,26 +148,26 @@ def test_failed_fill_leaves_the_volume_empty(link: Path) -> None:
 def test_run_is_written_into_a_volume(volume: Path, tmp_path: Path) -> None:
     run, recipe = RunDir(volume), resolved(tmp_path)
     (volume / "lost+found").mkdir()
-    assert decide(run, recipe, None, overwrite=False).is_new
+    assert decide_start(run, recipe, None, overwrite=False).is_new
     write_run(run, files_of(run, recipe))
     assert {"recipe.json", "launch.json", "model", "logs"} <= {path.name for path in volume.iterdir()}
     assert stages_inside(volume) == []
     with pytest.raises(FsdpTuneError, match="cannot be moved aside") as caught:
-        decide(run, recipe, None, overwrite=True)
+        decide_start(run, recipe, None, overwrite=True)
     assert caught.value.exit_code == 2
-    assert not decide(run, recipe, "auto", overwrite=False).is_new
+    assert not decide_start(run, recipe, "auto", overwrite=False).is_new
 
 
 def test_world_writable_volume_is_refused_before_anything_is_written(link: Path, tmp_path: Path) -> None:
     link.chmod(0o777)
     with pytest.raises(FsdpTuneError, match="is writable by every user"):
-        decide(RunDir(link), resolved(tmp_path), None, overwrite=False)
+        decide_start(RunDir(link), resolved(tmp_path), None, overwrite=False)
 
 
 def test_volume_with_foreign_files_is_refused(link: Path, tmp_path: Path) -> None:
     (link / "thesis.tex").write_text("x")
     with pytest.raises(FsdpTuneError, match=r"not empty \(thesis.tex\)"):
-        decide(RunDir(link), resolved(tmp_path), None, overwrite=False)
+        decide_start(RunDir(link), resolved(tmp_path), None, overwrite=False)
 
 
 def test_run_killed_while_written_into_a_volume_starts_again(link: Path, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_run_killed_while_written_into_a_volume_starts_again(link: Path, tmp_pat
 
     assert killed_at(1000, write_half) == 77
     assert (link / "launch.json").read_text() == "half"
-    assert decide(run, recipe, None, overwrite=False).is_new
+    assert decide_start(run, recipe, None, overwrite=False).is_new
     write_run(run, files_of(run, recipe))
     assert (link / "launch.json").read_text() != "half"
     assert stages_inside(link) == []

@@ -12,7 +12,8 @@ import yaml
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.format.templates import resolve_template
-from fsdp_tune.migrate.ledger import Fate, flattened, leaves
+from fsdp_tune.migrate.ledger import Fate, leaves
+from fsdp_tune.recipe.key_paths import flattened
 from fsdp_tune.recipe.resolve import resolve
 from tests.migrate.foreign_files import ARGUMENTS_OF_UNSLOTH, AXOLOTL, DATASET_INFO, FILES, FMS_DATA, SOUP, TRL
 from tests.migrate.imports import from_text, imported, loaded, questions, row, values

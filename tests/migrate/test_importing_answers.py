@@ -12,8 +12,9 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.migrate.importing import import_file
 from fsdp_tune.migrate.ledger import Fate
+from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
-from fsdp_tune.recipe.schema.keys import all_keys, dotted, values_by_key
+from fsdp_tune.recipe.schema.keys import all_keys, values_by_key
 from tests.migrate.foreign_files import FILES, TORCHTUNE, TRL
 from tests.migrate.imports import AUTOMODEL_STEP, TORCHTUNE_STEP, from_text, imported, row, values, write
 

@@ -7,19 +7,19 @@ from typing import Any, get_args
 
 import pytest
 
-from fsdp_tune.migrate.importing import RULES
 from fsdp_tune.migrate.ledger import Ledger
 from fsdp_tune.migrate.rules import FileKey, Step, cases, fine_or, implies, outcome_of, same, steps
+from fsdp_tune.migrate.tools.table import TOOLS
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
 
 KINDS: tuple[Any, ...] = (1, 0.5, True, False, "x", "auto", [], ["x"], {}, {"a": 1}, [{"a": 1}])
 STEPS = get_args(Step)
 
 
-@pytest.mark.parametrize("tool", RULES)
+@pytest.mark.parametrize("tool", TOOLS)
 def test_rule_returns_outcomes_and_writes_nothing(tool: str) -> None:
     tried = 0
-    for name, rule in RULES[tool].items():
+    for name, rule in TOOLS[tool].rules.items():
         for kind in KINDS:
             ledger = Ledger({name: copy.deepcopy(kind)}, {}, tool)
             try:
@@ -29,7 +29,7 @@ def test_rule_returns_outcomes_and_writes_nothing(tool: str) -> None:
             tried += 1
             assert all(isinstance(step, STEPS) for step in found), name
             assert (ledger.rows, ledger.settings, ledger.decisions, ledger.values) == ([], {}, [], {name: kind}), name
-    assert tried > 8 * len(RULES[tool])
+    assert tried > 8 * len(TOOLS[tool].rules)
 
 
 def _key(value: object) -> FileKey:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty, build_full, embedding_rows, generation_config, model_config
-from fsdp_tune.recipe.read.loader import architecture
+from fsdp_tune.recipe.read.catalogue import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

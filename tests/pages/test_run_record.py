@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.core.atomic import stage_path
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.pages.run_record import RunReader, differences, labels_of, read_run
+from fsdp_tune.pages.run_record import RunReader, differing_values, labels_of, read_run
 from fsdp_tune.run import metrics_file
 from fsdp_tune.run.directory import existing_run
 from tests.pages.written import training_line, written
@@ -87,8 +87,8 @@ def test_labels_are_shortened_to_the_words_that_differ() -> None:
 
 def test_differences_have_every_run_and_none_for_a_missing_key() -> None:
     maps = [{"a": "1", "b": "2", "name": "x"}, {"a": "1", "b": "3", "c": "4", "name": "y"}]
-    assert differences(maps, ignored=("name",)) == {"b": ["2", "3"], "c": [None, "4"]}
-    assert differences(maps[:1]) == {}
+    assert differing_values(maps, ignored=("name",)) == {"b": ["2", "3"], "c": [None, "4"]}
+    assert differing_values(maps[:1]) == {}
 
 
 def test_directory_that_is_no_run_names_the_runs_in_it(tmp_path: Path) -> None:

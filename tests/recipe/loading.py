@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.recipe.read.loader import LoadedRecipe, OptionOverride, parse_recipe
+from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
+from fsdp_tune.recipe.read.overrides import OptionOverride
 
 MINIMAL = "model: {name_or_path: gpt2}\ndata: {train: [{path: some/set}]}\n"
 

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from fsdp_tune.recipe.read.loader import catalogue
+from fsdp_tune.recipe.read.catalogue import catalogue
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, OptionName, foreign_tool, tool_of
 from tests.migrate.foreign_files import FILES
 from tests.recipe.loading import MINIMAL, one_problem, problems

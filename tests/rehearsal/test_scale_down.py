@@ -13,7 +13,8 @@ from fsdp_tune.core.devices import Machine
 from fsdp_tune.data.account import source_lines
 from fsdp_tune.data.preparation import length_with_targets, prepare
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.recipe.read.loader import catalogue, load_recipe
+from fsdp_tune.recipe.read.catalogue import catalogue
+from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.rehearsal.parity_checks import make_comparable

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.cluster.mirror.remote_run import (
     MISSING_NAME,
@@ -355,7 +354,7 @@ class Sender:
         if is_due:
             self._note()
 
-    def _note(self, **changes: Any) -> None:
+    def _note(self, **changes: object) -> None:
         with self._lock:
             self._state = replace(self._state, **changes)
             self._written_at = time.monotonic()

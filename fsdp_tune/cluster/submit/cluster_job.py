@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.run.events import CheckpointSaved, number, read_event
@@ -72,7 +71,7 @@ class ClusterJob:
         return JobFiles(self.output_dir)
 
 
-def measured_lead(lines: Sequence[Mapping[str, Any]]) -> Lead | None:
+def measured_lead(lines: Sequence[Mapping[str, object]]) -> Lead | None:
     """Return the lead from the metrics of an earlier start of the run; None if it has saved no checkpoint."""
     # Earlier versions wrote `seconds` without the stall.
     saves = [max(event.seconds, event.stall_seconds) for line in lines if isinstance(event := read_event(line), CheckpointSaved)]

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from fsdp_tune.core.tensors.dtypes import DTYPES, OF_STORAGE, DType, Extent, Shape
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
         dispatch: ClassVar[dict[int, Callable[[Any], None]]]
         stack: list[Any]
-        memo: Any
-        append: Callable[[Any], None]
+        memo: object
+        append: Callable[[object], None]
 
         def __init__(self, file: IO[bytes]) -> None: ...
-        def pop_mark(self) -> list[Any]: ...
+        def pop_mark(self) -> list[object]: ...
         def load(self) -> Any: ...
 else:
     from pickle import _Unpickler as _PythonUnpickler  # the interpreter in Python
@@ -94,10 +94,10 @@ class AllowedGlobal:
 
     name: str
     value: Any = None
-    call: Callable[[tuple[Any, ...]], Any] | None = None
+    call: Callable[[tuple[object, ...]], object] | None = None
     fields: tuple[str, ...] | None = None
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> object:
         if self.call is None:
             raise Refused(f"it calls `{self.name}`")
         return self.call(arguments)
@@ -115,20 +115,20 @@ class Record:
         self.kind = kind
         self.state: tuple[Any, ...] | None = None
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: object) -> None:
         """Take the fields from a dataclass's dictionary, or from the tuple that `TensorProperties.__getstate__` returns."""
         fields, found = self.kind.fields or (), type(state).__name__
         if isinstance(state, dict):
-            by_name = cast("dict[Any, Any]", state)
+            by_name = cast("dict[object, object]", state)
             self.state = tuple(by_name.get(name) for name in fields)
             by_name.clear()  # the memo keeps it alive to the end, and nothing that torch writes refers to it again
             return
-        values = cast("tuple[Any, ...] | None", state if isinstance(state, tuple) else None)
+        values = cast("tuple[object, ...] | None", state if isinstance(state, tuple) else None)
         if values is None or len(values) < len(fields):
             raise Refused(f"the state of a `{self.kind.name}` is a {found}")
         self.state = values[: len(fields)]
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> object:
         fields = self.kind.fields or ()
         return self.state[fields.index(name)] if self.state is not None else None
 
@@ -137,7 +137,7 @@ Names = Mapping[tuple[str, str], AllowedGlobal]
 _HASHABLE = (str, int, Record, type(None))
 
 
-class _Memo(list[Any]):
+class _Memo(list[object]):
     """The values that a pickle refers back to. A dictionary would double the memory for the metadata of many ranks."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -153,7 +153,7 @@ class _Unpickler(_PythonUnpickler):
         code: _PythonUnpickler.dispatch[code] for name in _OPCODES for code in getattr(pickle, name)
     }
 
-    def __init__(self, data: bytes, names: Names, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(self, data: bytes, names: Names, persistent: Callable[[object], object] | None) -> None:
         super().__init__(io.BytesIO(data))
         self._names, self._persistent, self.memo = names, persistent, _Memo()
 
@@ -163,7 +163,7 @@ class _Unpickler(_PythonUnpickler):
             raise Refused(f"it names `{module}.{name}`, which a checkpoint of tensors does not need; nothing was run")
         return allowed
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
         if self._persistent is None:
             raise Refused("it refers to a storage outside itself")
         return self._persistent(pid)
@@ -188,7 +188,7 @@ class _Unpickler(_PythonUnpickler):
     def load_setitems(self) -> None:
         self._set_items(self.pop_mark())
 
-    def _set_items(self, values: list[Any]) -> None:
+    def _set_items(self, values: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, dict):
             raise Refused(f"it sets items of {_describe(target)}")
@@ -205,11 +205,11 @@ class _Unpickler(_PythonUnpickler):
     }
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"`{value.name}`" if isinstance(value, AllowedGlobal) else f"a {type(value).__name__}"
 
 
-def load(data: bytes, names: Names, *, persistent: Callable[[Any], Any] | None = None) -> Any:
+def load(data: bytes, names: Names, *, persistent: Callable[[object], object] | None = None) -> Any:
     """Return the value in `data`. Raises: Refused for anything but plain data and the names in `names`."""
     try:
         return _Unpickler(data, names, persistent).load()
@@ -291,6 +291,15 @@ class _Slice:
         return data
 
 
+class MemberRange(NamedTuple):
+    """The bytes of one member, from the start of the archive."""
+
+    start: int
+    size_bytes: int
+    crc: int | None
+    """CRC-32; None in an archive without checksums."""
+
+
 @dataclass(frozen=True, slots=True)
 class Archive:
     """The members of one archive; their places count from its start."""
@@ -299,8 +308,8 @@ class Archive:
     members: dict[str, zipfile.ZipInfo]
     has_checksums: bool
 
-    def data_range(self, name: str) -> tuple[int, int, int | None]:
-        """Return (offset, size, CRC-32 or None) of one member's bytes."""
+    def data_range(self, name: str) -> MemberRange:
+        """Return the bytes of one member. Raises: Refused if it is missing or damaged."""
         member = self.members.get(name)
         if member is None:
             raise Refused(f"it has no member `{name}`")
@@ -311,7 +320,7 @@ class Archive:
         at = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if at + member.file_size > self.ends.length_bytes:
             raise Refused(f"`{name}` reaches beyond the archive")
-        return at, member.file_size, member.CRC if self.has_checksums else None
+        return MemberRange(at, member.file_size, member.CRC if self.has_checksums else None)
 
 
 def open_archive(files: ReadableFiles, file: str, start: int, length_bytes: int) -> Archive:
@@ -337,7 +346,7 @@ def open_archive(files: ReadableFiles, file: str, start: int, length_bytes: int)
 # --------------------------------------------------------------------------------------------------------- data.pkl
 
 
-def _storage(identifier: Any) -> tuple[DType | None, str]:
+def _storage(identifier: object) -> tuple[DType | None, str]:
     """`("storage", class, key, device, elements)` → (dtype, None for untyped; key)."""
     parts = _tuple(identifier)
     if len(parts) != 5 or parts[0] != "storage" or not isinstance(parts[2], str):
@@ -350,7 +359,7 @@ def _storage(identifier: Any) -> tuple[DType | None, str]:
 
 def _tuple(value: object) -> tuple[Any, ...]:
     """Return a tuple unchanged, and for anything else one that no check accepts."""
-    return cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (None,)
+    return cast("tuple[object, ...]", value) if isinstance(value, tuple) else (None,)
 
 
 def _tensor(arguments: tuple[Any, ...], dtype_at: int | None) -> StoredTensor:
@@ -368,19 +377,19 @@ def _tensor(arguments: tuple[Any, ...], dtype_at: int | None) -> StoredTensor:
     return StoredTensor(dtype, key, offset, sizes, strides)
 
 
-def _parameter(arguments: tuple[Any, ...]) -> StoredTensor:
+def _parameter(arguments: tuple[object, ...]) -> StoredTensor:
     if not arguments or not isinstance(arguments[0], StoredTensor):
         raise Refused("it describes a parameter in an unknown way")
     return arguments[0]
 
 
-def _empty_mapping(arguments: tuple[Any, ...]) -> dict[Any, Any]:
+def _empty_mapping(arguments: tuple[object, ...]) -> dict[object, object]:
     if arguments:
         raise Refused("it fills an OrderedDict in a way that torch does not")
     return {}
 
 
-def _call(module: str, name: str, function: Callable[[tuple[Any, ...]], Any]) -> tuple[tuple[str, str], AllowedGlobal]:
+def _call(module: str, name: str, function: Callable[[tuple[object, ...]], object]) -> tuple[tuple[str, str], AllowedGlobal]:
     return (module, name), AllowedGlobal(f"{module}.{name}", call=function)
 
 
@@ -398,7 +407,7 @@ NAMES: dict[tuple[str, str], AllowedGlobal] = {
 }
 
 
-def read_pickle(archive: Archive) -> Any:
+def read_pickle(archive: Archive) -> object:
     """Return the value in `data.pkl`, with a `StoredTensor` for each tensor."""
     at, size, crc = archive.data_range("data.pkl")
     if size > MAX_PICKLE_BYTES:
@@ -414,7 +423,7 @@ def read_pickle(archive: Archive) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _one_tensor(data: bytes) -> Any:
+def _one_tensor(data: bytes) -> object:
     """Parse the pickle of one tensor. Cached, since slices of one shape have the same bytes on every rank: do not modify the result."""
     return load(data, NAMES, persistent=_storage)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fsdp_tune.core.tensors.archive import AllowedGlobal, Record, Refused, load
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType, Shape
@@ -29,7 +29,7 @@ class StoredChunk:
     length_bytes: int
 
 
-def _tuple_of_sizes(values: Any) -> Shape:
+def _tuple_of_sizes(values: object) -> Shape:
     sizes = cast("Shape | None", values if isinstance(values, tuple) else None)
     if sizes is None or any(type(size) is not int or size < 0 for size in sizes):
         raise Refused("a torch.Size in it is not a tuple of sizes")
@@ -51,7 +51,7 @@ def _names() -> dict[tuple[str, str], AllowedGlobal]:
         "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": ("dtype",)},  # torch up to 2.2
     }
     names = {(module, name): AllowedGlobal(name, fields=fields) for module, kinds in records.items() for name, fields in kinds.items()}
-    calls: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
+    calls: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
         ("torch", "Size"): lambda arguments: _tuple_of_sizes(*arguments),
         ("torch.serialization", "_get_layout"): lambda _: None,
         ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): lambda _: None,
@@ -69,24 +69,32 @@ def _names() -> dict[tuple[str, str], AllowedGlobal]:
 NAMES = _names()
 
 
+class StoredTensor(NamedTuple):
+    """Dtype, shape and chunks of a tensor of a checkpoint, the chunks in the order of `.metadata`."""
+
+    dtype: DType
+    shape: Shape
+    chunks: list[StoredChunk]
+
+
 class DcpMetadata:
     """The contents of one `.metadata`. Raises: Refused if it is damaged or names anything but tensors' metadata."""
 
     def __init__(self, raw: bytes) -> None:
         metadata = load(raw, NAMES)
         entries: dict[Any, Any] = _field(metadata, "Metadata", "state_dict_metadata", dict)
-        self.planner_data: Any = metadata.get("planner_data")
+        self.planner_data: object = metadata.get("planner_data")
         self._ranges = _ranges(_field(metadata, "Metadata", "storage_data", dict))
         if not all(isinstance(name, str) for name in entries):
             raise Refused("an entry has no name")
-        self.entries: dict[str, Any] = entries
+        self.entries: dict[str, object] = entries
 
     def is_tensor(self, name: str) -> bool:
         entry = self.entries[name]
         return not isinstance(entry, Record) or entry.kind.name != "BytesStorageMetadata"
 
-    def tensor(self, name: str) -> tuple[DType, Shape, list[StoredChunk]]:
-        """Return dtype, shape and chunks of one entry, the chunks as they are listed."""
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one entry. Raises: Refused if it is damaged or its bytes have no location."""
         entry, chunks = self.entries[name], list[StoredChunk]()
         for item in _field(entry, "TensorStorageMetadata", "chunks", list):
             offsets, sizes = _shape(item, "ChunkStorageMetadata", "offsets"), _shape(item, "ChunkStorageMetadata", "sizes")
@@ -97,7 +105,7 @@ class DcpMetadata:
         dtype = _field(_field(entry, "TensorStorageMetadata", "properties", Record), "TensorProperties", "dtype", AllowedGlobal).value
         if not isinstance(dtype, DType):
             raise Refused(f"it does not give the element type of `{name}`")
-        return dtype, _shape(entry, "TensorStorageMetadata", "size"), chunks
+        return StoredTensor(dtype, _shape(entry, "TensorStorageMetadata", "size"), chunks)
 
 
 def _ranges(stored: dict[Any, Any]) -> dict[tuple[str, Shape], tuple[str, int, int]]:
@@ -119,7 +127,7 @@ def _ranges(stored: dict[Any, Any]) -> dict[tuple[str, Shape], tuple[str, int, i
     return ranges
 
 
-def _field(value: Any, kind: str, name: str, wanted: type) -> Any:
+def _field(value: object, kind: str, name: str, wanted: type) -> Any:
     if not isinstance(value, Record) or value.kind.name != kind:
         raise Refused(f"it has something else where a {kind} is due")
     found = value.get(name)
@@ -128,5 +136,5 @@ def _field(value: Any, kind: str, name: str, wanted: type) -> Any:
     return found
 
 
-def _shape(record: Any, kind: str, name: str) -> Shape:
+def _shape(record: object, kind: str, name: str) -> Shape:
     return _tuple_of_sizes(_field(record, kind, name, tuple))

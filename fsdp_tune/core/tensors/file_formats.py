@@ -62,7 +62,7 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadat
 
     `tensors` are (name, safetensors' name of the type, shape, bytes), in the order in which their bytes follow.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name, dtype, shape, size_bytes in tensors:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size_bytes]}
@@ -75,10 +75,10 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadat
 def read_user_metadata(read: Callable[[int, int], bytes], size_bytes: int) -> dict[str, Any]:
     """Return `__metadata__` of a file, empty if it has none. Raises: DamagedHeader."""
     found = _header(read, size_bytes)[0].get("__metadata__")
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    return cast("dict[str, object]", found) if isinstance(found, dict) else {}
 
 
-def _header(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[dict[str, Any], int]:
+def _header(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[dict[str, object], int]:
     """Return the header and the byte after it."""
     if size_bytes < _LENGTH_BYTES:
         raise DamagedHeader("it is too short")
@@ -88,17 +88,17 @@ def _header(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[dict[st
     return _object(read(_LENGTH_BYTES, length)), _LENGTH_BYTES + length
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def _object(raw: bytes) -> dict[str, object]:
     try:
-        header: Any = json.loads(raw, object_pairs_hook=without_duplicates)
+        header: object = json.loads(raw, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise DamagedHeader(f"its header is not a JSON object ({error})") from error
     if not isinstance(header, dict):
         raise DamagedHeader("its header is not a JSON object")
-    return cast("dict[str, Any]", header)
+    return cast("dict[str, object]", header)
 
 
-def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a name occurs twice")
@@ -157,19 +157,19 @@ _ONLY_VALUES = ("gaussian", "eva", "orthogonal", "true", "false", "none")
 INITIALISATIONS = (*_CHANGES_THE_BASE, *_TRAINS_OTHERWISE, *_ONLY_VALUES)
 
 
-def other_arithmetic(config: Mapping[str, Any]) -> str | None:
+def other_arithmetic(config: Mapping[str, object]) -> str | None:
     """Return the first field of an `adapter_config.json` that makes it something else than LoRA or DoRA, or None."""
     return next((name for name in _OTHER_ARITHMETIC if config.get(name)), None)
 
 
-def other_training(config: Mapping[str, Any]) -> str | None:
+def other_training(config: Mapping[str, object]) -> str | None:
     """Return what makes the training of an adapter differ from that of LoRA, by its `adapter_config.json`, or None."""
     if str(config.get("init_lora_weights")).lower().startswith(_TRAINS_OTHERWISE):
         return f"init_lora_weights: {config['init_lora_weights']}"
     return next((name for name in _OTHER_TRAINING if config.get(name)), None)
 
 
-def unknown_field_notices(config: Mapping[str, Any], path: Path) -> list[Notice]:
+def unknown_field_notices(config: Mapping[str, object], path: Path) -> list[Notice]:
     """Return a notice about the fields and the initialisation of an `adapter_config.json` that PEFT 0.21 does not have."""
     names = sorted(name for name, value in config.items() if value and name not in KNOWN_FIELDS)
     if not str(config.get("init_lora_weights", True)).lower().startswith(INITIALISATIONS):
@@ -181,7 +181,7 @@ def unknown_field_notices(config: Mapping[str, Any], path: Path) -> list[Notice]
     return [Notice("adapter-field-unknown", message, where=Where(str(path)), hint="compare the result with PEFT's")]
 
 
-def initialisation_that_changes_base(config: Mapping[str, Any]) -> str | None:
+def initialisation_that_changes_base(config: Mapping[str, object]) -> str | None:
     """Return `init_lora_weights` of an `adapter_config.json` if it changed the base under the adapter, or None."""
     start = str(config.get("init_lora_weights")).lower()
     return start if start.startswith(_CHANGES_THE_BASE) else None
@@ -197,7 +197,7 @@ def value_for(module: str, patterns: Mapping[str, Value], default: Value) -> Val
     return next((value for pattern, value in patterns.items() if pattern_matches(pattern, module)), default)
 
 
-def is_trained_in_full(config: Mapping[str, Any], weight: str) -> bool:
+def is_trained_in_full(config: Mapping[str, object], weight: str) -> bool:
     """Return whether a weight of the base belongs to a module of `modules_to_save`, by the `adapter_config.json`."""
     saved: Any = config.get("modules_to_save") or []
     module = weight.rpartition(".")[0]

@@ -84,7 +84,7 @@ class MessageReader:
     template: str | None
     names_in_file: Mapping[str, str]
 
-    def read(self, row: dict[str, Any], column: str) -> list[Message]:
+    def read(self, row: dict[str, object], column: str) -> list[Message]:
         """Return messages with `role` and `content`, after that of a column `system`. Turns may have `from` and `value` instead.
 
         A message with a mark of what is trained has it as `train`, whatever its name in the row.
@@ -151,7 +151,7 @@ class MessageReader:
         content = cast(object, message.get("content"))
         calls = self._calls(message, index, path)
         marked = self._join_reasoning(message, index, path)
-        listed = cast(list[Any], content) if isinstance(content, list) else None
+        listed = cast(list[object], content) if isinstance(content, list) else None
         if listed is not None and not (role == FUNCTION_CALL and all(map(_is_call, listed))):
             parts = self._parts(listed, index, path)
             content = parts.text
@@ -193,20 +193,20 @@ class MessageReader:
             if value == []:
                 del message[name]
             elif isinstance(value, list):
-                found.append(self._parts(cast(list[Any], value), index, path, name))
+                found.append(self._parts(cast(list[object], value), index, path, name))
                 message[name] = found[-1].text
             elif value is not None and not isinstance(value, str):
                 raise RowError(f"message {index}: `{name}` holds {kind_of(value)} instead of text")
         return found
 
-    def _parts(self, parts: list[Any], index: int, path: str, name: str = "content") -> _Parts:
+    def _parts(self, parts: list[object], index: int, path: str, name: str = "content") -> _Parts:
         """Return the text, the reasoning and the calls in a list of parts, which must have this order. Parts of reasoning are all text."""
         found = _Parts(name)
         last = 0
         orders = (REASONING_PARTS, TEXT_PARTS, CALL_PARTS) if name == "content" else ((*REASONING_PARTS, *TEXT_PARTS),)
         for number, part in enumerate(parts, 1):
             where = f"message {index}: part {number}"
-            fields = cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
+            fields = cast(dict[str, object], part) if isinstance(part, dict) else {"text": part}
             kind: object = fields.get("type", "text")
             order = next((order for order, kinds in enumerate(orders) if kind in kinds), None)
             if order is None:
@@ -254,7 +254,7 @@ class MessageReader:
         """Return the calls of LLaMA-Factory's `function_call`, stored as the JSON of one object or of a list."""
         why = f"message {index}: a function call is JSON with `name` and `arguments`"
         value = _json(content, why) if isinstance(content, str) else content
-        calls = cast(list[Any], value) if isinstance(value, list) else [value]
+        calls = cast(list[object], value) if isinstance(value, list) else [value]
         if not calls or not all(isinstance(call, dict) and isinstance(cast(Message, call).get("name"), str) for call in calls):
             raise RowError(why)
         return [{"type": "function", "function": _with_arguments(self._closed(without_nulls(call), FUNCTION_KEYS, path))} for call in calls]
@@ -306,7 +306,7 @@ def _mark_of_message(lists: list[_Parts], index: int, *, own: bool | None, is_an
     return mark_of_parts(marks, f"message {index}: ", own=own, names=names, of=of, is_answer=is_answer)
 
 
-def after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
+def after_system(messages: list[Message], row: dict[str, object]) -> list[Message]:
     """Return the messages after that of the column `system`, if the row has one."""
     system: object = row.get("system")
     if not system:
@@ -320,13 +320,13 @@ def after_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
     return messages
 
 
-def read_template_variables(row: dict[str, Any]) -> dict[str, Any]:
+def read_template_variables(row: dict[str, object]) -> dict[str, object]:
     """Return the object in the column `chat_template_kwargs` (as in TRL), which may be JSON text; {} if it is empty."""
     variables = parsed_column(row, VARIABLES)
     thinking: object = row.get(THINKING)
     if thinking is not None and not isinstance(thinking, bool):
         raise ColumnError(THINKING, f"holds {kind_of(thinking)} instead of true or false")
-    switched = {} if thinking is None else {THINKING: thinking}
+    switched: dict[str, object] = {} if thinking is None else {THINKING: thinking}
     if not variables:
         return switched
     if not isinstance(variables, dict):
@@ -334,12 +334,12 @@ def read_template_variables(row: dict[str, Any]) -> dict[str, Any]:
     reserved = next((name for name in RESERVED_VARIABLES if name in variables), None)
     if reserved is not None:
         raise ColumnError(VARIABLES, f"sets `{reserved}`, which is not a variable of chat templates")
-    if switched and cast(dict[str, Any], variables).get(THINKING) not in (None, thinking):
+    if switched and cast(dict[str, object], variables).get(THINKING) not in (None, thinking):
         raise ColumnError(THINKING, f"and `{VARIABLES}` set it differently")
-    return switched | without_nulls(cast(dict[str, Any], variables))
+    return switched | without_nulls(cast(dict[str, object], variables))
 
 
-def parsed_column(row: dict[str, Any], column: str) -> object:
+def parsed_column(row: dict[str, object], column: str) -> object:
     """Return the value of a column, parsed if it is JSON text; None for blank text."""
     value: object = row.get(column)
     if not isinstance(value, str):
@@ -350,16 +350,16 @@ def parsed_column(row: dict[str, Any], column: str) -> object:
         raise ColumnError(column, f"holds text that is not JSON: {error}") from error
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """Return `value` without keys whose value is null: Arrow gives each struct of a column the keys of all structs."""
     if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in cast(dict[str, Any], value).items() if part is not None}
+        return {key: without_nulls(part) for key, part in cast(dict[str, object], value).items() if part is not None}
     if isinstance(value, list):
-        return [without_nulls(part) for part in cast(list[Any], value)]
+        return [without_nulls(part) for part in cast(list[object], value)]
     return value
 
 
-def _turns(row: dict[str, Any], column: str) -> list[Any]:
+def _turns(row: dict[str, object], column: str) -> list[object]:
     """Return the list in a column of messages, which may be JSON text."""
     value: object = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -370,7 +370,7 @@ def _turns(row: dict[str, Any], column: str) -> list[Any]:
             raise ColumnError(column, what, hint="write it with `json.dumps`, not with `str`, or as a list of objects") from error
     if not isinstance(value, list) or not value:
         raise ColumnError(column, f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} instead of a list of messages")
-    return cast(list[Any], value)
+    return cast(list[object], value)
 
 
 def _object(turn: object, index: int) -> Message:
@@ -395,9 +395,9 @@ def _tool_calls(value: object, index: int) -> list[Any]:
         value = None if not value.strip() else _json(value, f"message {index}: `tool_calls` holds text that is not JSON")
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(call, dict) for call in cast(list[Any], value)):
+    if not isinstance(value, list) or not all(isinstance(call, dict) for call in cast(list[object], value)):
         raise RowError(f"message {index}: `tool_calls` holds {kind_of(cast(object, value))} instead of a list of objects")
-    return without_nulls(cast(list[Any], value))
+    return without_nulls(cast(list[object], value))
 
 
 def _with_arguments(function: Message) -> Message:
@@ -412,11 +412,11 @@ def _is_result(part: object) -> bool:
 
 
 def _is_call(value: object) -> bool:
-    call = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    call = cast(dict[str, object], value) if isinstance(value, dict) else {}
     return isinstance(call.get("name"), str) and "arguments" in call
 
 
-def _json(text: str, why: str) -> Any:
+def _json(text: str, why: str) -> object:
     try:
         return parse_text(text)
     except ValueError as error:

@@ -27,13 +27,13 @@ from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 
 
-def read_tools(row: dict[str, Any]) -> list[Any] | None:
+def read_tools(row: dict[str, object]) -> list[object] | None:
     """Return the list in the column `tools`, which may be JSON text, or the functions of OpenAI's older format; None if it is empty."""
     tools, functions = parsed_column(row, "tools"), parsed_column(row, FUNCTIONS)
     if tools and functions:
         raise ColumnError(FUNCTIONS, "means the same as the column `tools`; remove one of them")
     if isinstance(functions, list):
-        tools = [{"type": "function", "function": function} for function in cast(list[Any], functions)]
+        tools = [{"type": "function", "function": function} for function in cast(list[object], functions)]
     elif functions:
         raise ColumnError(FUNCTIONS, f"holds {kind_of(functions)} instead of a list")
     if not tools:
@@ -41,7 +41,7 @@ def read_tools(row: dict[str, Any]) -> list[Any] | None:
     if not isinstance(tools, list):
         raise ColumnError("tools", f"holds {kind_of(tools)} instead of a list")
     column = FUNCTIONS if functions else "tools"
-    return without_nulls([_read_tool(tool, column, number) for number, tool in enumerate(cast(list[Any], tools), 1)])
+    return without_nulls([_read_tool(tool, column, number) for number, tool in enumerate(cast(list[object], tools), 1)])
 
 
 def _read_tool(value: object, column: str, number: int) -> Message:
@@ -70,16 +70,16 @@ def _parsed_object(value: object) -> Message | None:
     return cast(Message, value) if isinstance(value, dict) else None
 
 
-def tool_names(tools: list[Any]) -> Iterator[str | None]:
+def tool_names(tools: list[object]) -> Iterator[str | None]:
     """Yield the name of each tool's function; None if it has none."""
     for tool in tools:
-        described = cast(dict[str, Any], tool) if isinstance(tool, dict) else {}
-        function: Any = described.get("function", described)
-        name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
+        described = cast(dict[str, object], tool) if isinstance(tool, dict) else {}
+        function: object = described.get("function", described)
+        name: object = cast(dict[str, object], function).get("name") if isinstance(function, dict) else None
         yield name if isinstance(name, str) else None
 
 
-def check_tool_messages(messages: list[Message], tools: list[Any] | None) -> bool:
+def check_tool_messages(messages: list[Message], tools: list[object] | None) -> bool:
     """Check that results follow calls, and that `tools` defines every function that is called, if the row has tools.
 
     Return whether the row has calls and no tools. Raises: RowError.
@@ -163,8 +163,8 @@ class Chat:
     messages: list[Message]
     trained: tuple[bool, ...] | None
     """One flag per message; None = every token of the conversation is trained."""
-    tools: list[Any] | None = None
-    variables: dict[str, Any] = field(default_factory=dict[str, Any])
+    tools: list[object] | None = None
+    variables: dict[str, object] = field(default_factory=dict[str, object])
     """Values for variables of the chat template, such as `enable_thinking`."""
     notes: tuple[Note, ...] = field(default=(), repr=False, compare=False)
     """Parts of the row that were dropped or had no effect. Excluded from `repr` and comparison."""
@@ -212,7 +212,7 @@ class FormatSettings:
     other_columns: tuple[str, ...] = ()
     """Columns of another format, which the recipe has not chosen for rows that fit both."""
 
-    def example(self, row: dict[str, Any], uses: set[KeyUse] | None = None) -> Example:
+    def example(self, row: dict[str, object], uses: set[KeyUse] | None = None) -> Example:
         """Convert a row, and add how each of its keys is used to `uses`. Raises: RowError if the row does not fit the format."""
         account = RowAccount(self.ignored)
         template = self.template if ROW_FORMATS[self.format].holds == "chat" else None
@@ -229,7 +229,7 @@ class FormatSettings:
             uses.update(account.uses)
         return NOTHING_TRAINED if self._is_left_out(row) else example
 
-    def _is_left_out(self, row: dict[str, Any]) -> bool:
+    def _is_left_out(self, row: dict[str, object]) -> bool:
         """Return whether a mark of the row excludes it. Raises: RowError if a mark is neither trained nor not."""
         names = [name for name in MARKS if row.get(name) is not None and not (self.format == "tokenized" and name in TOKENIZED_KEYS)]
         given = {self.names_in_file.get(name, name): row[name] for name in names}
@@ -242,7 +242,7 @@ class FormatSettings:
             return isinstance(example, Chat) or ROW_FORMATS[self.format].surrounds is not None
         return self.special_tokens == "text"
 
-    def _example(self, row: dict[str, Any], account: RowAccount) -> Example:
+    def _example(self, row: dict[str, object], account: RowAccount) -> Example:
         match self.format:
             case "text":
                 return Text("", _text(self._read(row, account, {"text": ""}), "text"), train_prompt=False)
@@ -261,7 +261,7 @@ class FormatSettings:
             case _:
                 raise AssertionError(f"rows of the format {self.format} are not read")
 
-    def _read(self, row: dict[str, Any], account: RowAccount, known: Mapping[str, str]) -> dict[str, Any]:
+    def _read(self, row: dict[str, object], account: RowAccount, known: Mapping[str, str]) -> dict[str, object]:
         """Return the row without the columns that are not read."""
         known = dict.fromkeys(MARKS, MEANING) | dict(known)
         return account.close(row, known, metadata=METADATA, names=self.names_in_file, other=self.other_columns)
@@ -269,7 +269,7 @@ class FormatSettings:
     def _messages(self, account: RowAccount) -> MessageReader:
         return MessageReader(account, self.roles, self.template, self.names_in_file)
 
-    def _prompt_completion(self, row: dict[str, Any], account: RowAccount) -> Text | Chat:
+    def _prompt_completion(self, row: dict[str, object], account: RowAccount) -> Text | Chat:
         known = {"prompt": "", "completion": ""}
         if isinstance(row.get("completion"), dict):  # one message, as the better answers of LLaMA-Factory
             row = row | {"completion": [row["completion"]]}
@@ -290,17 +290,17 @@ class FormatSettings:
             raise RowError("the completion is empty")
         return Text(_text(row, "prompt") + self.separator, completion, train_prompt=self.loss_on == "all")
 
-    def _segments(self, row: dict[str, Any], account: RowAccount) -> list[tuple[str, bool]]:
+    def _segments(self, row: dict[str, object], account: RowAccount) -> list[tuple[str, bool]]:
         """Return the texts of axolotl's `input_output` format; neighbours with the same label are one."""
         name = self.names_in_file.get("segments", "segments")
         segments: object = row.get("segments")
         if not isinstance(segments, list) or not segments:
             raise ColumnError("segments", f"holds {kind_of(cast(object, segments))} instead of a list of objects with `text` and `label`")
         found: list[tuple[str, bool]] = []
-        for number, segment in enumerate(cast(list[Any], segments), 1):
+        for number, segment in enumerate(cast(list[object], segments), 1):
             if not isinstance(segment, dict):
                 raise RowError(f"segment {number} is {kind_of(segment)} instead of an object with `text` and `label`")
-            closed = account.close(cast(dict[str, Any], segment), SEGMENT_KEYS, path=f"{name}.")
+            closed = account.close(cast(dict[str, object], segment), SEGMENT_KEYS, path=f"{name}.")
             text, label = closed.get("text"), closed.get("label")
             if not isinstance(text, str) or label not in (0, 1) or isinstance(label, float):
                 raise RowError(f"segment {number}: `text` is text and `label` true or false; they are {kind_of(text)} and {label!r}")
@@ -330,7 +330,7 @@ class FormatSettings:
         filled = prompt.format_map({"instruction": instruction, "input": more})
         return Text(filled + self.separator, output, train_prompt=self.loss_on == "all", fixed_prompt=True)
 
-    def _chat(self, messages: list[Message], row: dict[str, Any], first_answer: int = 0) -> Chat:
+    def _chat(self, messages: list[Message], row: dict[str, object], first_answer: int = 0) -> Chat:
         """Answers before message `first_answer` are context. Messages after the last answer are dropped unless all is trained."""
         marks: list[bool | None] = [message.pop("train", None) for message in messages]
         answers = [index for index in range(first_answer, len(messages)) if messages[index]["role"] == "assistant"]
@@ -356,12 +356,12 @@ class FormatSettings:
             notes.append(Note("unanswered-turns", f"`{messages[-1]['role']}`"))
         return Chat(kept, trained, tools, variables, tuple(dict.fromkeys(notes)))
 
-    def _unread_variables(self, variables: Mapping[str, Any]) -> tuple[Note, ...]:
+    def _unread_variables(self, variables: Mapping[str, object]) -> tuple[Note, ...]:
         """Return a note for each variable that the chat template does not have."""
         template = self.template or ""
         return tuple(Note("not-rendered", f"variable `{name}`") for name in variables if not names_variable(template, name))
 
-    def _ids(self, row: dict[str, Any]) -> Ids:
+    def _ids(self, row: dict[str, object]) -> Ids:
         ids = _numbers(row, "input_ids")
         outside = next((number for number in ids if not 0 <= number < self.vocabulary_size), None)
         if outside is not None:
@@ -402,10 +402,10 @@ def other_columns(format_: str, columns: Collection[str]) -> tuple[str, ...]:
     return tuple(column for needed in others for column in needed if column not in needed_columns(format_, columns))
 
 
-def _earlier_turns(row: dict[str, Any]) -> list[Message]:
+def _earlier_turns(row: dict[str, object]) -> list[Message]:
     """Return the messages of the column `history`, a list of [question, answer]."""
-    history: Any = parsed_column(row, "history") or []
-    turns = cast(list[Any], history) if isinstance(history, list) else [history]
+    history: object = parsed_column(row, "history") or []
+    turns = cast(list[object], history) if isinstance(history, list) else [history]
     messages: list[Message] = []
     for number, turn in enumerate(turns, 1):
         pair = cast(list[Any], turn) if isinstance(turn, list) else []
@@ -417,7 +417,7 @@ def _earlier_turns(row: dict[str, Any]) -> list[Message]:
     return messages
 
 
-def _check_one_example(row: dict[str, Any], length: int) -> None:
+def _check_one_example(row: dict[str, object], length: int) -> None:
     """Check that columns about packed examples describe one example of `length` tokens. Raises: ColumnError."""
     positions = _numbers(row, "position_ids", length) if row.get("position_ids") is not None else []
     wrong = next((at for at, position in enumerate(positions) if position != at), None)
@@ -429,7 +429,7 @@ def _check_one_example(row: dict[str, Any], length: int) -> None:
         raise ColumnError("token_type_ids", "holds types other than 0, which causal models do not have", hint="remove the column")
 
 
-def _text(row: dict[str, Any], column: str) -> str:
+def _text(row: dict[str, object], column: str) -> str:
     if column not in row:
         raise RowError(f"it has no column `{column}`")
     value = row[column]
@@ -438,7 +438,7 @@ def _text(row: dict[str, Any], column: str) -> str:
     return value
 
 
-def _numbers(row: dict[str, Any], column: str, length: int | None = None) -> list[int]:
+def _numbers(row: dict[str, object], column: str, length: int | None = None) -> list[int]:
     value: object = row.get(column)
     if not isinstance(value, list):
         raise ColumnError(column, f"holds {kind_of(value)} instead of a list of whole numbers")

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -141,7 +141,7 @@ class RowAccount:
 
     def close(
         self,
-        values: dict[str, Any],
+        values: dict[str, object],
         known: Mapping[str, str],
         *,
         path: str = "",
@@ -155,7 +155,7 @@ class RowAccount:
         `known`: what each key is read as. Keys that `template` reads are read too. `names`: the names of columns in the file. `other`:
         columns of a format that the recipe has not chosen.
         """
-        kept: dict[str, Any] = {}
+        kept: dict[str, object] = {}
         for key, value in values.items():
             name = path + (names or {}).get(key, key)
             if name in self.ignored:
@@ -177,35 +177,33 @@ class RowAccount:
                 self._unread[name] = ADVICE.get(key, "")
         return kept
 
+    def _ways_out(self, unknown: Sequence[str], format_: str, template: str | None) -> Iterator[str]:
+        """Yield what can be done about the keys that are not read; for those in `unknown`, no format has advice."""
+        by_advice: dict[str, list[str]] = {}
+        for name, advice in self._unread.items():
+            by_advice.setdefault(advice, []).append(name)
+        yield from (f"{listed_keys(names)}: {advice}" for advice, names in by_advice.items() if advice)
+        messages = next((use.key for use in self.uses if use.how == "read" and not use.meaning and "." not in use.key), None)
+        if ROW_FORMATS[format_].holds == "chat" and messages and "chosen" in self._unread and "prompt" not in self._unread:
+            yield f"to train it after messages that end with the question, `rename_columns: {{{messages}: prompt, chosen: completion}}`"
+        for name in unknown if template is not None else ():
+            if name.isidentifier() and names_variable(template, name):
+                yield f'the chat template reads `{name}`: write it as `chat_template_kwargs: {{"{name}": …}}`'
+        names = [*self.ignored, *self._unread]
+        if unknown:
+            yield ignoring_hint(names)
+        else:
+            yield f"`{ignoring_option(names)}` ignores {'it' if len(self._unread) == 1 else 'them'} all the same"
+
     def finish(self, format_: str, template: str | None) -> None:
         """Raise a RowError that names every key that was not read, if there are any."""
         if not self._unread:
             return
         unknown = [name for name, advice in self._unread.items() if not advice]
         reason = f"{listed_keys(self._unread)} {'is' if len(self._unread) == 1 else 'are'} not read by the format {format_}"
-        advice: dict[str, list[str]] = {}
-        for name, each in self._unread.items():
-            advice.setdefault(each, []).append(name)
-        ways = [f"{listed_keys(names)}: {each}" for each, names in advice.items() if each]
-        messages = next((use.key for use in self.uses if use.how == "read" and not use.meaning and "." not in use.key), None)
-        if ROW_FORMATS[format_].holds == "chat" and messages and "chosen" in self._unread and "prompt" not in self._unread:
-            ways.append(
-                f"to train it after messages that end with the question, `rename_columns: {{{messages}: prompt, chosen: completion}}`"
-            )
-        if template is not None:
-            ways += [
-                f'the chat template reads `{name}`: write it as `chat_template_kwargs: {{"{name}": …}}`'
-                for name in unknown
-                if name.isidentifier() and names_variable(template, name)
-            ]
-        names = [*self.ignored, *self._unread]
-        ways.append(
-            ignoring_hint(names)
-            if unknown
-            else f"`{ignoring_option(names)}` ignores {'it' if len(self._unread) == 1 else 'them'} all the same"
-        )
+        hint = "; ".join(self._ways_out(unknown, format_, template))
         only_unknown = len(unknown) == len(self._unread)
-        raise RowError(reason, hint="; ".join(ways), unread=(*self.ignored, *unknown) if only_unknown else ())
+        raise RowError(reason, hint=hint, unread=(*self.ignored, *unknown) if only_unknown else ())
 
 
 def key_account(keys: Counter[tuple[int, KeyUse]], source: int) -> tuple[KeyAccount, ...]:

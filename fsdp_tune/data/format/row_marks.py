@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import cast
 
 from fsdp_tune.data.format.row_account import TOKEN_MARKS, ignoring_option, listed_keys
 from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of
@@ -26,7 +26,7 @@ TOKEN_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mas
 """A list with 1 for each trained token: TRL (the first two), SkyRL and verl (`loss_mask`)."""
 
 
-def take_mark(values: dict[str, Any], names: Sequence[str], where: str, path: str, ignored: Collection[str]) -> bool | None:
+def take_mark(values: dict[str, object], names: Sequence[str], where: str, path: str, ignored: Collection[str]) -> bool | None:
     """Remove the marks `names` from an object and return what they say: trained, not trained, or None if there are none.
 
     `where` begins messages, `path` begins the keys for `data.ignore_columns`. Raises: RowError for a mark that is neither.
@@ -69,11 +69,11 @@ def mark_of_parts(
     )
 
 
-def read_token_mask(column: str, value: Any, length: int) -> list[bool]:
+def read_token_mask(column: str, value: object, length: int) -> list[bool]:
     """Return a mask of `length` tokens. Raises: ColumnError."""
     if not isinstance(value, list):
         raise ColumnError(column, f"holds {kind_of(value)} instead of a list of 0 and 1")
-    marks = cast(list[Any], value)
+    marks = cast(list[object], value)
     wrong = next((at for at, mark in enumerate(marks) if not isinstance(mark, (bool, int, float)) or mark not in (0, 1)), None)
     if wrong is not None:
         hint = "a token is trained or not; shares of a loss are not possible"

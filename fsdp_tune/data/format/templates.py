@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
@@ -175,10 +175,10 @@ def _read(path: Path) -> str:
 def _from_files(name: str, template: Path | None, config: Path | None, key: str) -> str:
     if template is not None and template.is_file():
         return _read(template)
-    contents: dict[str, Any] = json.loads(config.read_bytes()) if config is not None and config.is_file() else {}
-    found: Any = contents.get("chat_template")
+    contents: dict[str, object] = json.loads(config.read_bytes()) if config is not None and config.is_file() else {}
+    found: object = contents.get("chat_template")
     if isinstance(found, list):  # several templates, as a list of {name, template}
-        found = next((entry["template"] for entry in cast(list[dict[str, Any]], found) if entry.get("name") == "default"), None)
+        found = next((entry["template"] for entry in cast(list[dict[str, object]], found) if entry.get("name") == "default"), None)
     if not isinstance(found, str):
         raise usage_error("no-such-template", f"`{name}` has no chat template", hint=LIST, where=Where(key=key))
     return found

@@ -239,7 +239,7 @@ def _read(record: Path) -> dict[str, list[Any]]:
         return {}
 
 
-def _remember(record: Path, content: dict[str, Any]) -> None:
+def _remember(record: Path, content: dict[str, object]) -> None:
     """Store a record. Best effort: if the cache cannot be written (full, read-only), the next start hashes the files again."""
     try:
         DISK.mkdir(record.parent)
@@ -298,7 +298,7 @@ def spelled_out(number: int) -> str:
     return _TENS[tens - 2] + (f" {_UNITS[units]}" if units else "")
 
 
-def builtin_rows(path: str, split: str) -> list[dict[str, str]]:
+def builtin_rows(path: str, split: str) -> list[dict[str, object]]:
     """Return the rows of a split, with `prompt` and `completion`; always the same rows in the same order."""
     builtin_name(path)
     if split not in SPLITS:

@@ -146,7 +146,7 @@ def _open_text(plain: io.RawIOBase, path: Path | str, part: Part) -> io.Buffered
     if head.startswith(GZIP_MAGIC):
         raw = gzip.GzipFile(fileobj=io.BufferedReader(plain, 1 << 20))
     elif head.startswith(ZSTD_MAGIC):
-        pyarrow: Any = import_module("pyarrow")  # it ships no types
+        pyarrow = import_module("pyarrow")  # it ships no types
         raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(plain, mode="r"), "zstd")
     file = io.BufferedReader(raw, 1 << 20)
     if file.peek(len(UTF8_BOM)).startswith(UTF8_BOM):

@@ -71,7 +71,7 @@ class ColumnError(Exception):
         self.column, self.what, self.hint = column, what, hint
 
 
-NumberedRow = tuple[int, dict[str, Any]]
+NumberedRow = tuple[int, dict[str, object]]
 
 
 def json_row(number: int, text: str) -> NumberedRow | BadRow:
@@ -136,7 +136,7 @@ def kind_of(value: object) -> str:
     return names.get(type(value), f"of type {type(value).__name__}")
 
 
-def _is_encodable(row: dict[str, Any]) -> bool:
+def _is_encodable(row: dict[str, object]) -> bool:
     """Return whether all text in the row can be encoded as UTF-8."""
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode("utf-8")
@@ -145,10 +145,10 @@ def _is_encodable(row: dict[str, Any]) -> bool:
     return True
 
 
-def _checked(number: int, value: Any, text: str) -> NumberedRow | BadRow:
+def _checked(number: int, value: object, text: str) -> NumberedRow | BadRow:
     if not isinstance(value, dict):
         return BadRow(number, f"a row is an object, and this is {kind_of(value)}", 1)
-    row = cast(dict[str, Any], value)
+    row = cast(dict[str, object], value)
     if _is_nested_too_deeply(row, text):
         return BadRow(number, "nested too deeply")
     if "\\u" in text and (escape := UNPAIRED.search(text)) is not None and not _is_encodable(row):
@@ -192,7 +192,7 @@ class _NotJsonError(ValueError):
     """Python's parser accepts the text, but the JSON standard or this package does not. The message gives the reason."""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     row = dict(pairs)
     if len(row) != len(pairs):
         names = [name for name, _ in pairs]
@@ -201,7 +201,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> object:
     raise _NotJsonError(f"`{name}` is not JSON")
 
 
@@ -252,7 +252,7 @@ def parquet_row_count(path: Path | str) -> int:
         raise _damaged(path, f"not a complete Parquet file: {error}") from error
 
 
-def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[str, Any]]:
+def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[str, object]]:
     """Yield the rows with index `start` to `end - 1` of a row group."""
     if start >= end:
         return
@@ -294,7 +294,7 @@ def arrow_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
             raise _damaged(path, f"damaged after row {number}: {error}") from error
 
 
-def _every(batch: Any, first: int, step: int) -> Any:
+def _every(batch: Any, first: int, step: int) -> object:
     """Return the rows `first`, `first + step`, … of a record batch."""
     if step == 1:
         return batch.slice(first)
@@ -308,7 +308,7 @@ def dataset_rows(dataset: Any, start: int = 0, end: int | None = None) -> Iterat
         yield start + number, row
 
 
-def table_rows(batches: Iterator[Any]) -> Iterator[NumberedRow]:
+def table_rows(batches: Iterator[object]) -> Iterator[NumberedRow]:
     """Yield the rows of Arrow tables, such as those of a `datasets.Dataset` in its arrow format."""
     number = 0
     for batch in batches:
@@ -322,7 +322,7 @@ def _batch_rows(group: Any) -> int:
     return max(1, min(BATCH_ROWS, BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
 
 
-def _rows(batch: Any) -> Iterator[dict[str, Any]]:
+def _rows(batch: Any) -> Iterator[dict[str, object]]:
     """Yield the rows of a record batch or table as dicts; it is halved until each part has at most BATCH_BYTES or one row."""
     if batch.num_rows > 1 and max(batch.nbytes, _decoded_bytes(batch)) > BATCH_BYTES:
         half = batch.num_rows // 2

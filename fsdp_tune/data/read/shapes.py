@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 _MOST_BYTES = 64 << 20
 _COLUMNS = "to_entries as $c | ($c[0].value | keys_unsorted[]) as $i | $c | map({(.key): .value[$i]}) | add"
@@ -38,11 +38,11 @@ def shape_hint(path: Path | str, kind: str, is_row: Callable[[Collection[str]], 
         return (
             f"it is one list, which `{{path: json, data_files: {path}}}` reads; or rename it to end in .json" if kind == "lines" else None
         )
-    return _hint_of_object(cast("dict[str, Any]", value), path, is_row, split) if isinstance(value, dict) and value else None
+    return _hint_of_object(cast("dict[str, object]", value), path, is_row, split) if isinstance(value, dict) and value else None
 
 
-def _hint_of_object(value: Mapping[str, Any], path: Path, is_row: Callable[[Collection[str]], bool], split: str) -> str | None:
-    lists = {key: cast("list[Any]", each) for key, each in value.items() if isinstance(each, list) and each}
+def _hint_of_object(value: Mapping[str, object], path: Path, is_row: Callable[[Collection[str]], bool], split: str) -> str | None:
+    lists = {key: cast("list[object]", each) for key, each in value.items() if isinstance(each, list) and each}
     inside = [key for key, each in lists.items() if all(isinstance(item, dict) and not item.keys() & _OF_MESSAGES for item in each)]
     if is_row(value) and not _are_columns(value):
         return None  # a file of one row
@@ -50,13 +50,13 @@ def _hint_of_object(value: Mapping[str, Any], path: Path, is_row: Callable[[Coll
         key = split if split in inside else inside[0]
         others = f" (and the same for {', '.join(f'`{each}`' for each in inside if each != key)})" if len(inside) > 1 else ""
         return f"its rows are the list `{key}`: {_jq(f'.[{json.dumps(key)}][]', path)}{others}"
-    objects = [cast("dict[str, Any]", each) for each in value.values() if isinstance(each, dict)]
+    objects = [cast("dict[str, object]", each) for each in value.values() if isinstance(each, dict)]
     if objects and len(objects) == len(value) and is_row(objects[0]):
         return f"its rows are the values of one object: {_jq('.[]', path)}"
     return f"it holds columns and not rows: {_jq(_COLUMNS, path)}" if _are_columns(value) else None
 
 
-def _are_columns(value: Mapping[str, Any]) -> bool:
+def _are_columns(value: Mapping[str, object]) -> bool:
     """Return whether every value is a column: a list, or an object by index as pandas writes it, of the same length."""
     columns = cast("list[list[object] | dict[str, object]]", [each for each in value.values() if isinstance(each, list | dict)])
     items: list[object] = []

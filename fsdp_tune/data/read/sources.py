@@ -151,12 +151,12 @@ def _loader_source(entry: DataSource, key: str, loader: str) -> RowSource:
     return RowSource(entry, key, (f"{entry.path} ({loader})",), load=find_extension("loaders", loader, where).load(where))
 
 
-def _loaded_rows(load: Callable[..., Iterable[Any]], entry: DataSource, key: str) -> Iterator[NumberedRow | BadRow]:
+def _loaded_rows(load: Callable[..., Iterable[object]], entry: DataSource, key: str) -> Iterator[NumberedRow | BadRow]:
     """Yield the rows of a user's loader, numbered from 1. Raises: usage error if the loader fails."""
     try:
         for number, row in enumerate(load(entry.path, dict(entry.loader_options)), 1):
             if isinstance(row, Mapping):
-                yield number, dict(cast("Mapping[str, Any]", row))
+                yield number, dict(cast("Mapping[str, object]", row))
             else:
                 yield BadRow(number, f"the loader returned {type(row).__name__} instead of a mapping")
     except FsdpTuneError:  # a stop signal

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from fsdp_tune.data.build import TokenisedRows
 from fsdp_tune.data.inputs import kept_columns
 from fsdp_tune.data.read.row_files import BadRow, NumberedRow, RowError
 from fsdp_tune.data.sets import Cut, Examples, cut, packed
-from fsdp_tune.data.store import Int64, Mask, Row, row_of
+from fsdp_tune.data.store import Int32, Int64, Mask, Row, row_of
 from fsdp_tune.data.stream.dealing import Schedule, balanced, due, part_of_pass, phases_of, planned_sources
 from fsdp_tune.data.stream.row_stream import Cursor, LaneState, RowStream
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised
@@ -59,6 +59,17 @@ class StreamRow(Row):
     """Rows that were skipped in the window that begins with this row, each with the name of its file."""
     is_skipped: bool = False
     """Whether it is empty since the run leaves out all of its examples."""
+
+
+class _ReadRows(NamedTuple):
+    """The rows of a window."""
+
+    rows: TokenisedRows
+    tokens: list[Int32]
+    """Of each chunk of rows."""
+    trained: list[Mask]
+    drawn: tuple[float, ...]
+    """Rows or tokens of each source since the beginning of the stream."""
 
 
 class Lane:
@@ -177,6 +188,7 @@ class _Reader:
             before += unit.rows
 
     def _next_part(self) -> None:
+        """Open the next unit of the pass, or begin the next pass; a source in which no pass finds a row has ended."""
         cursor = self.cursor
         if self._source.rows is None and cursor.unit + 1 < len(self._units):
             self.cursor = replace(cursor, unit=cursor.unit + 1, row=0)
@@ -184,7 +196,8 @@ class _Reader:
             return
         self._empty_passes = 0 if self._has_rows else self._empty_passes + 1
         is_empty = self._empty_passes > EMPTY_PASSES * self._stream.lanes
-        self.cursor, self._has_rows = Cursor(cursor.passes + 1, NO_UNIT if is_empty else 0, 0, cursor.read), False
+        self.cursor = Cursor(cursor.passes + 1, NO_UNIT if is_empty else 0, 0, cursor.read)
+        self._has_rows = False
         self._begin_pass()
 
 
@@ -259,14 +272,14 @@ class _Window:
                 *(none, none, (), number * self._stream.lanes + self._lane), origins=(), after=after, bad=self.bad if is_first else ()
             )
 
-    def _read(self, readers: Sequence[_Reader]) -> tuple[TokenisedRows, list[Any], list[Any], tuple[float, ...]]:
+    def _read(self, readers: Sequence[_Reader]) -> _ReadRows:
         """Draw and tokenise rows until the window is full or no source has rows left."""
         stream, state, shares = self._stream, self._state, self._shares
         # The first windows have different sizes, so that lanes do not build theirs at the same time.
         size = (self._lane + 1) / stream.lanes if state.window == 0 else 1.0
         least_rows = max(1, round(size * stream.window_rows))
         least_tokens = size * PACKED_WINDOW * stream.max_length if stream.packing is not None else 0
-        found, tokens, trained, kept, useful = TokenisedRows(), list[Any](), list[Any](), 0, 0
+        found, tokens, trained, kept, useful = TokenisedRows(), list[Int32](), list[Mask](), 0, 0
         drawn = list(state.drawn)
         while found.counts["rows"] < least_rows or (kept < least_tokens and found.counts["rows"] - useful < MOST_UNTRAINED):
             live = [source for source, reader in enumerate(readers) if shares[source] > 0 and not reader.has_ended]
@@ -298,7 +311,7 @@ class _Window:
             bad_rows, rows_read = state.rows_bad + len(found.bad), state.rows_read + found.counts["rows"]
             if bad_rows > stream.most_bad * FEWEST_ROWS:  # more than of the fewest rows
                 refuse_bad_share(bad_rows, rows_read, stream.most_bad, hint="fix them")
-        return found, tokens, trained, tuple(drawn)
+        return _ReadRows(found, tokens, trained, tuple(drawn))
 
     def _planned(
         self, shares: Sequence[float], live: Sequence[int], drawn: Sequence[float], readers: Sequence[_Reader], rows: int

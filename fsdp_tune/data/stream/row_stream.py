@@ -58,7 +58,7 @@ class LaneState:
     """Of these, those whose content an evaluation row has."""
     """Of the windows before this one."""
 
-    def as_list(self) -> list[Any]:
+    def as_list(self) -> list[object]:
         """Return the state in plain values, for a checkpoint."""
         cursors = [[cursor.passes, cursor.unit, cursor.row, cursor.read] for cursor in self.cursors]
         counts = [self.window, self.emitted, self.next, self.rows_read, self.rows_bad, self.rows_truncated, self.rows_evaluated]

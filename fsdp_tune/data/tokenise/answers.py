@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.conversations import Message
@@ -70,7 +69,7 @@ class Rendering:
         if (half := SURROGATE.search(self.whole)) is not None:  # JSON text inside a row may contain one
             raise RowError(f"the rendered conversation contains `{ascii(half[0])[1:-1]}`, half of a surrogate pair and not a character")
 
-    def render(self, count: int, *, generation_prompt: bool = False, **variables: Any) -> str:
+    def render(self, count: int, *, generation_prompt: bool = False, **variables: object) -> str:
         """Render the first `count` messages as text. Raises: RowError if the template raises."""
         return self.render_messages(self._chat.messages[:count], generation_prompt=generation_prompt, **variables)
 
@@ -83,7 +82,7 @@ class Rendering:
         """Return a private character that the rendered conversation does not contain."""
         return next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in self.whole)
 
-    def render_messages(self, messages: list[Message], *, generation_prompt: bool = False, **variables: Any) -> str:
+    def render_messages(self, messages: list[Message], *, generation_prompt: bool = False, **variables: object) -> str:
         tools, variables = self._chat.tools, self._chat.variables | variables
         with self._template_errors(len(messages)):
             return self._encoder.render(messages, self._template, tools=tools, generation_prompt=generation_prompt, **variables)
@@ -335,7 +334,7 @@ def _unmarked(marked: list[tuple[int, int]], done: int, text: str) -> str:
     return text[done:]
 
 
-def _with_arguments(chat: Chat, change: Callable[[Any], Any]) -> Chat:
+def _with_arguments(chat: Chat, change: Callable[[object], object]) -> Chat:
     def changed(message: Message) -> Message:
         calls = message.get("tool_calls")
         return message | {"tool_calls": [_with_argument(call, change) for call in calls]} if calls else message
@@ -343,7 +342,7 @@ def _with_arguments(chat: Chat, change: Callable[[Any], Any]) -> Chat:
     return replace(chat, messages=[changed(message) for message in chat.messages])
 
 
-def _with_argument(call: Message, change: Callable[[Any], Any]) -> Message:
+def _with_argument(call: Message, change: Callable[[object], object]) -> Message:
     if isinstance(call.get("function"), dict):
         return call | {"function": _with_argument(call["function"], change)}
     return call | {"arguments": change(call["arguments"])} if "arguments" in call else call
@@ -358,11 +357,11 @@ def _json_texts(chat: Chat) -> Iterator[str]:
                 yield value
 
 
-def _json_text(value: Any) -> str:
+def _json_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _parsed_object(value: Any) -> Any:
+def _parsed_object(value: object) -> object:
     """Return the object of JSON text, or `value` itself if it is not the JSON text of an object."""
     try:
         parsed = parse_text(value) if isinstance(value, str) else value

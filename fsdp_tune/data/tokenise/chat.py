@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, cast
+from typing import cast
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.format.conversations import Message
@@ -272,16 +272,16 @@ class _Marks:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return call | {key: value for key, value in (("name", name), ("arguments", arguments)) if key in call}
 
-    def in_value(self, value: Any) -> Any:
+    def in_value(self, value: object) -> object:
         """Return `value` with a mark at the end of each text in it that is not empty; keys have none."""
         if isinstance(value, str) and value.strip():
             mark = self._character + chr(FIRST_NUMBER + len(self.values))
             self.values[mark] = value
             return value + mark
         if isinstance(value, Mapping):
-            return {key: self.in_value(part) for key, part in cast("Mapping[str, Any]", value).items()}
+            return {key: self.in_value(part) for key, part in cast("Mapping[str, object]", value).items()}
         if isinstance(value, list):
-            return [self.in_value(part) for part in cast("list[Any]", value)]
+            return [self.in_value(part) for part in cast("list[object]", value)]
         return value
 
 
@@ -332,7 +332,7 @@ def _missing_of_calls(text: str, message: Message, begin: int, end: int) -> str 
     return None
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> object:
     """Return the value of JSON text, or `value` itself if it is not JSON text."""
     if not isinstance(value, str):
         return value
@@ -342,7 +342,7 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     """Yield every key and value below `value` as text, except null, true and false, which templates write differently or not at all."""
     for leaf in leaves(value):
         if isinstance(leaf, str):
@@ -351,7 +351,7 @@ def _leaves(value: Any) -> Iterator[str]:
             yield json.dumps(leaf, default=str)
 
 
-def _is_field_rendered(text: str, template: str, name: str, value: Any) -> bool:
+def _is_field_rendered(text: str, template: str, name: str, value: object) -> bool:
     """Return whether template or text names the field, and the text contains its values, except numbers, which may occur by chance."""
     is_named = name in template or f'"{name}"' in text or f"'{name}'" in text
     return is_named and all(_is_rendered(text, leaf, 0, len(text)) for leaf in _leaves(value) if not leaf.isdigit())
@@ -364,14 +364,14 @@ def _shown(missing: str) -> str:
 # ---- The keys and scalars of a nested value of a row.
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: object) -> Iterator[object]:
     """Yield every key and every scalar of `value`, in order; for a scalar, the value itself."""
     if isinstance(value, Mapping):
-        for key, part in cast("Mapping[str, Any]", value).items():
+        for key, part in cast("Mapping[str, object]", value).items():
             yield key
             yield from leaves(part)
     elif isinstance(value, list):
-        for part in cast("list[Any]", value):
+        for part in cast("list[object]", value):
             yield from leaves(part)
     else:
         yield value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from fsdp_tune.data.format.formats import Chat, Example, Ids, LabelledText, Text
 from fsdp_tune.run.manifest import digest_number
@@ -15,7 +14,7 @@ def content_hash(example: Example) -> int:
     return digest_number(text)
 
 
-def _content(example: Example) -> list[Any]:
+def _content(example: Example) -> list[object]:
     match example:
         case Text():
             return ["text", example.prompt + example.completion]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ class Encoder(TextEncoder, Protocol):
         ...
 
     def render(
-        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: object
+        self, messages: list[dict[str, object]], template: str, *, tools: list[object] | None, generation_prompt: bool, **variables: object
     ) -> str:
         """Render a conversation as text. Exceptions of the template are not caught."""
         ...
 
     def render_marked(
-        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, **variables: object
+        self, messages: list[dict[str, object]], template: str, *, tools: list[object] | None, **variables: object
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation as text, with begin and end of each text inside generation markers."""
         ...

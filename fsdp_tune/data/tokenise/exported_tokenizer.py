@@ -7,7 +7,7 @@ list in `extra_special_tokens`), and loads the older ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ class SavedTokenizer(Protocol):
     @property
     def chat_template(self) -> Any: ...
     def __len__(self) -> int: ...
-    def save_pretrained(self, save_directory: str, /) -> Any: ...
+    def save_pretrained(self, save_directory: str, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def save_tokenizer(directory: Path, tokenizer: SavedTokenizer, origin: Tokenizer
         return
     contents = {name: path.read_bytes() for name, path in files.items() if not (has_grown and name in (VOCABULARY, ADDED))}
     special = {name: token for name, token in _named_special_tokens(tokenizer).items() if origin.special_tokens.get(name) != token}
-    changes: dict[str, Any] = dict(special)
+    changes: dict[str, object] = dict(special)
     config = _read_object(files[CONFIG]) if CONFIG in files else {}
     if has_grown and "added_tokens_decoder" in config:
         changes["added_tokens_decoder"] = config["added_tokens_decoder"] | _added_tokens(directory / VOCABULARY)
@@ -87,7 +87,7 @@ def save_tokenizer(directory: Path, tokenizer: SavedTokenizer, origin: Tokenizer
         write_file(directory / name, text)
 
 
-def _json(value: dict[str, Any]) -> bytes:
+def _json(value: Mapping[str, object]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -99,7 +99,7 @@ def _added_tokens(vocabulary: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def _old_spelling(config: dict[str, Any]) -> dict[str, Any]:
+def _old_spelling(config: dict[str, object]) -> dict[str, Any]:
     """Return a tokenizer_config.json of transformers 5 with the names of transformers 4."""
     old = dict(config)
     if old.get("tokenizer_class") == "TokenizersBackend":
@@ -111,7 +111,7 @@ def _old_spelling(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found: Any = json.loads(path.read_bytes())
+        found: object = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -65,7 +65,7 @@ class RawRow:
     source: int
     file: int
     number: int
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 @dataclass(slots=True)
@@ -336,14 +336,14 @@ def _chunks(rows: Iterator[RawRow]) -> Iterator[tuple[list[RawRow], int]]:
         yield chunk, chunk_bytes
 
 
-def content_bytes(value: Any) -> int:
+def content_bytes(value: object) -> int:
     """Return the approximate number of bytes of text and numbers in a value of a row."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
-        return sum(len(str(key)) + content_bytes(item) for key, item in cast(dict[Any, Any], value).items())
+        return sum(len(str(key)) + content_bytes(item) for key, item in cast(dict[object, object], value).items())
     if isinstance(value, list):
-        items = cast(list[Any], value)
+        items = cast(list[object], value)
         if items and isinstance(items[0], (int, float)):
             return NUMBER_BYTES * len(items)
         return sum(map(content_bytes, items))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from fsdp_tune.data.format.formats import Chat, Text
 from fsdp_tune.data.format.row_notes import Note
@@ -55,7 +55,7 @@ class Placeholders:
     replaced: tuple[str, ...]
     """Those of `tokens` that `insert` replaces."""
 
-    def insert(self, pattern: re.Pattern[str], value: Any) -> Any:
+    def insert(self, pattern: re.Pattern[str], value: object) -> object:
         """Return `value` with placeholders in all of its texts; `pattern` finds special tokens, those without a placeholder stay."""
 
         def placeholder(match: re.Match[str]) -> str:
@@ -95,7 +95,7 @@ class SpecialTokens:
         self._spelled = re.compile(_any_of([token.text for token in tokens]))
         self._controls = re.compile("|".join(token.pattern for token in tokens) or NOTHING)
 
-    def spelled_in(self, value: Any) -> tuple[str, ...]:
+    def spelled_in(self, value: object) -> tuple[str, ...]:
         """Return the special tokens that occur in the texts of `value`, each once."""
         return tuple(dict.fromkeys(token for text in _texts(value) if self._spelled.search(text) for token in self._spelled.findall(text)))
 
@@ -236,7 +236,7 @@ def _any_of(texts: list[str]) -> str:
     return "|".join(f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in ordered) or NOTHING
 
 
-def _placeholders(values: list[Any], spelled: tuple[str, ...], rendered: str) -> Placeholders:
+def _placeholders(values: list[object], spelled: tuple[str, ...], rendered: str) -> Placeholders:
     present = set(rendered).union(*_texts(values))
     return Placeholders(next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in present), spelled, spelled)
 
@@ -245,15 +245,15 @@ def notes_of(kind: str, spelled: tuple[str, ...]) -> tuple[Note, ...]:
     return tuple(Note(kind, f"`{token}`") for token in spelled)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, str))
 
 
-def _with_changed_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _with_changed_texts(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(key): _with_changed_texts(part, change) for key, part in cast(Mapping[str, Any], value).items()}
+        return {change(key): _with_changed_texts(part, change) for key, part in cast(Mapping[str, object], value).items()}
     if isinstance(value, list):
-        return [_with_changed_texts(part, change) for part in cast(list[Any], value)]
+        return [_with_changed_texts(part, change) for part in cast(list[object], value)]
     return value

@@ -164,7 +164,7 @@ def masked_variables(environment: Mapping[str, str]) -> list[str]:
     return [name for name, value in recorded if value is not None and MASK in value and value != environment[name]]
 
 
-def relevant_variables(environment: Mapping[str, str]) -> dict[str, Any]:
+def relevant_variables(environment: Mapping[str, str]) -> dict[str, object]:
     """Return, for `env`, the variables that ranks would inherit, masked, and those that a launch would remove."""
     kept, removed = clean(environment)
     return {"inherited": recorded_variables(kept), "removed_at_launch": removed}

@@ -11,7 +11,6 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, usage_error
@@ -88,7 +87,7 @@ class Start:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def decide(
+def decide_start(
     run: RunDir,
     recipe: Recipe,
     resume: str | None,
@@ -449,8 +448,8 @@ def move_aside(run: RunDir) -> Path:
 @dataclass(frozen=True, slots=True)
 class Change:
     key: str
-    old: Any
-    new: Any
+    old: object
+    new: object
     kind: OnResume
 
     def __str__(self) -> str:
@@ -489,7 +488,7 @@ def _class_here(key: str, old: Recipe, new: Recipe) -> OnResume:
     return effect_of(key).on_resume
 
 
-def _values(recipe: Recipe) -> dict[str, Any]:
+def _values(recipe: Recipe) -> dict[str, object]:
     defaults = {f"training.{name}": TRAINING_FIELDS.fields[name].default for name in PASSED_EFFECTS}
     return defaults | values_by_key(recipe) | {GLOBAL_BATCH: recipe.global_batch_size}
 

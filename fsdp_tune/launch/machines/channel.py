@@ -112,7 +112,7 @@ class Channel:
         self._reader.start()
         self._writer.start()
 
-    def publish(self, document: Mapping[str, Any]) -> None:
+    def publish(self, document: Mapping[str, object]) -> None:
         """Replace this machine's document."""
         with self._state:
             self._document = json.dumps(document)

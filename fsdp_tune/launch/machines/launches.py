@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.clocks import LIVED
@@ -145,7 +145,7 @@ class Machines:
         if self._open_channel is None:
             return None
         started = LIVED.now()
-        facts: dict[str, Any] = {"members": self.members, "files": self._directory.offer(), "relayed": Relayed()}
+        facts: dict[str, object] = {"members": self.members, "files": self._directory.offer(), "relayed": Relayed()}
         self._publish(launch=launch, state="gathering", ended=None, rank_states=(), is_quiet=False, **facts)
         while True:
             self.advance()  # the others wait for it
@@ -456,7 +456,7 @@ class Machines:
         self._report = replace(self._report, launch=launch)
         self._reports, self._tokens = {}, {}
 
-    def _publish(self, **changes: Any) -> None:
+    def _publish(self, **changes: object) -> None:
         self._report = replace(self._report, **changes)
         if self._open_channel is not None:
             self._open_channel.publish(json_safe(self._report.as_dict()))

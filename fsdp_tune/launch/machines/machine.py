@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.launch.machines.identity import Identity
@@ -25,7 +25,7 @@ class Relayed(Document):
     """What the first machine repeats for the others."""
 
     failed_machine: int | None = None
-    failure: dict[str, Any] | None = None
+    failure: dict[str, object] | None = None
     """The problem of the first other machine that failed."""
     stop_reason: ExitReason | None = None
     """Why the ranks of another machine were stopped."""
@@ -57,7 +57,7 @@ class MachineReport(Document):
     state: State = "waiting"
     """waiting: to join. ready: for this launch. running. ended: this launch, on this machine. On the first machine only: gathering (waits
     for the others), and final (there is no other launch)."""
-    ended: dict[str, Any] | None = None
+    ended: dict[str, object] | None = None
     """The verdict on its launch."""
     rank_states: tuple[RankState, ...] = ()
     """Where its ranks are, in a hang."""

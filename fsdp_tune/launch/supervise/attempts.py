@@ -240,7 +240,7 @@ class Attempts:
             return replace(ended.problem, message=message, hint=missing.hint), None
         checkpoint_step = usable.step if usable else 0
         self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained, self._members))
-        decision = decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step)
+        decision = decide_restart(self._failures, self._recipe.launch.max_restarts, self._rows_of_step)
         if isinstance(decision, Restart):
             yield from map(Message, self._passed_over(rejected, usable))
         return decision, usable
@@ -385,7 +385,7 @@ def is_transient(ended: Verdict, signals: Sequence[int]) -> bool:
     return ended.problem is not None and not signals and ended.reason in TRANSIENT_REASONS and ended.problem.code in TRANSIENT_CODES
 
 
-def decide(failures: Sequence[Failure], max_restarts: int, rows_of_step: Callable[[int], str | None]) -> Restart | Problem:
+def decide_restart(failures: Sequence[Failure], max_restarts: int, rows_of_step: Callable[[int], str | None]) -> Restart | Problem:
     """Return the next restart, or the problem that ends the run. `failures`: all of this command, oldest first; each `is_transient`.
 
     Progress is a newer complete checkpoint or a later step than ever before. The run ends after two launches without progress before

@@ -112,6 +112,7 @@ class RankWatch:
         return self._signs[self._ranks.start].beat
 
     def poll(self, launcher_pid: int) -> None:
+        """Find the ranks of a launcher, and read what they have written and which of them have ended since the last call."""
         now = LIVED.now()
         if self._launcher is None and psutil.pid_exists(launcher_pid):
             self._launcher = psutil.Process(launcher_pid)

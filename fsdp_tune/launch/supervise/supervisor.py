@@ -344,7 +344,7 @@ def _directory_problem(run: RunDir) -> Problem:
     return Problem("run-directory-gone", message, hint="restore it, then start again with `--resume auto`")
 
 
-def _step_of(line: dict[str, Any]) -> int:
+def _step_of(line: dict[str, object]) -> int:
     step = line.get("step")
     return step if isinstance(step, int) else 0
 

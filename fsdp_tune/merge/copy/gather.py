@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -67,15 +67,25 @@ def boxes(shape: Shape, most_elements: int, multiple: int = 1) -> Iterator[Box]:
             first += count * inner
 
 
-def intersection(box: Box, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:
-    """Return (start in the box, start in the chunk, sizes) of the intersection of box and chunk, or None."""
+class Intersection(NamedTuple):
+    """The part that a box and a chunk of one tensor have in common."""
+
+    in_box: Shape
+    """Its start, from that of the box."""
+    in_chunk: Shape
+    """Its start, from that of the chunk."""
+    sizes: Shape
+
+
+def intersection(box: Box, offsets: Shape, sizes: Shape) -> Intersection | None:
+    """Return the intersection of a box and a chunk; None if they have no element in common."""
     lows = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
     highs = tuple(min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, sizes, strict=True))
     if any(low >= high for low, high in zip(lows, highs, strict=True)):
         return None
     in_box = tuple(low - start for low, start in zip(lows, box.offsets, strict=True))
     in_chunk = tuple(low - start for low, start in zip(lows, offsets, strict=True))
-    return in_box, in_chunk, tuple(high - low for low, high in zip(lows, highs, strict=True))
+    return Intersection(in_box, in_chunk, tuple(high - low for low, high in zip(lows, highs, strict=True)))
 
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -30,11 +29,11 @@ class Tied:
     """`left_out` maps each head that is not written to its embedding."""
 
     left_out: dict[str, str] = field(default_factory=dict[str, str])
-    config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    config_changes: dict[str, object] = field(default_factory=dict[str, object])
     notices: tuple[Notice, ...] = ()
 
 
-def find_ties(config: Mapping[str, Any] | None, sources: Sequence[CheckpointTensors]) -> Tied:
+def find_ties(config: Mapping[str, object] | None, sources: Sequence[CheckpointTensors]) -> Tied:
     """Compare heads with embeddings if the config allows a tie. Without a config both are kept."""
     if config is None or tie_setting(config) is False:
         return Tied()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 import xxhash
@@ -197,7 +197,7 @@ def _copy(work: _Work, placed: Placed) -> None:
     ):
         samples = _copy_values(work, placed, tensors, found, handle)
         handle.flush()
-        if work.read_back and not all(_reads_back(handle, work.buffers.scratch, *sample) for sample in samples):
+        if work.read_back and not all(_reads_back(handle, work.buffers.scratch, sample) for sample in samples):
             raise failed_error(
                 "merge-written-differs",
                 f"`{placed.name}` reads back otherwise than it was written",
@@ -206,12 +206,18 @@ def _copy(work: _Work, placed: Placed) -> None:
             )
 
 
-def _copy_values(
-    work: _Work, placed: Placed, tensors: Sequence[SourceTensor], found: Sequence[Box], handle: IO[bytes]
-) -> list[tuple[int, int, bytes]]:
-    """Write one tensor. Returns a sample of each box, as (offset, size, digest)."""
+class _Sample(NamedTuple):
+    """Bytes of a file, and their digest."""
+
+    offset: int
+    size_bytes: int
+    digest: bytes
+
+
+def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor], found: Sequence[Box], handle: IO[bytes]) -> list[_Sample]:
+    """Write one tensor. Returns a sample of each box."""
     parts = [_Contribution.make(tensor, work.buffers) for tensor in tensors]
-    digest, counts, samples = xxhash.xxh3_128(), NonFinite(), list[tuple[int, int, bytes]]()
+    digest, counts, samples = xxhash.xxh3_128(), NonFinite(), list[_Sample]()
     handle.seek(placed.first_byte)
     for box in found:
         if work.stop.is_set():
@@ -221,7 +227,7 @@ def _copy_values(
         # At another position in each box, so that an error that repeats at one position is found.
         start = len(samples) % max(1, len(raw) // SAMPLE_BYTES) * SAMPLE_BYTES
         sample = raw[start : start + SAMPLE_BYTES]
-        samples.append((handle.tell() + start, len(sample), xxhash.xxh3_128_digest(sample)))
+        samples.append(_Sample(handle.tell() + start, len(sample), xxhash.xxh3_128_digest(sample)))
         DISK.write(handle, raw)
         work.advance(len(raw))
     for part in parts:
@@ -232,9 +238,10 @@ def _copy_values(
     return samples
 
 
-def _reads_back(handle: IO[bytes], buffer: Array, offset: int, size_bytes: int, digest: bytes) -> bool:
-    found = buffer.data[:size_bytes]
-    return os.preadv(handle.fileno(), [found], offset) == size_bytes and xxhash.xxh3_128_digest(found) == digest
+def _reads_back(handle: IO[bytes], buffer: Array, sample: _Sample) -> bool:
+    found = buffer.data[: sample.size_bytes]
+    count = os.preadv(handle.fileno(), [found], sample.offset)
+    return count == sample.size_bytes and xxhash.xxh3_128_digest(found) == sample.digest
 
 
 def _boxes(placed: Placed, tensors: Sequence[SourceTensor]) -> list[Box]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_tune.core.command import BaseWeights
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
@@ -66,7 +66,7 @@ class Adapter:
     base: Path | None
     base_name: str | None
     base_weights: BaseWeights | None = None
-    config_changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    config_changes: Mapping[str, object] = field(default_factory=dict[str, object])
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """{name in the model: name in the files of the base} of tensors of the base that have another name there."""
 
@@ -82,7 +82,7 @@ class Adapter:
     published: Published | None = None
     """Names of modules in the export."""
 
-    def config_json(self) -> dict[str, Any]:
+    def config_json(self) -> dict[str, object]:
         """Return `adapter_config.json` of the export, as PEFT writes it for inference."""
         values = {**self.config.values, "base_model_name_or_path": self.base_name, "inference_mode": True}
         if self.published is None:
@@ -93,10 +93,16 @@ class Adapter:
         return values | {key: {self.published.target_of(name): each for name, each in value.items()} for key, value in patterns.items()}
 
 
-def adapt(
-    stack: ExitStack, contents: Contents, selection: Selection, options: AdapterOptions
-) -> tuple[Contents, Companions, Adapter | None]:
-    """Return the tensors of the output with the updates of LoRA adapters, the companions, and the adapter, if any."""
+class Adapted(NamedTuple):
+    """The tensors of the output, the files next to them, and the adapter of the checkpoint, if it has one."""
+
+    contents: Contents
+    companions: Companions
+    adapter: Adapter | None
+
+
+def adapt(stack: ExitStack, contents: Contents, selection: Selection, options: AdapterOptions) -> Adapted:
+    """Apply the LoRA adapters of a checkpoint, or select those to export."""
     if not is_peft(contents.sources[0].tensors):
         if options.export or options.config is not None:
             raise usage_error(
@@ -105,7 +111,7 @@ def adapt(
                 where=Where(str(selection.weights[0].root)),
                 hint="leave out `--adapter` and `--adapter-config`",
             )
-        return contents, find_companions(selection, options.base), None
+        return Adapted(contents, find_companions(selection, options.base), None)
     if options.export and len(contents.sources) > 1:
         raise usage_error(
             "merge-average-adapter",
@@ -153,7 +159,7 @@ def _merge(
     names: Sequence[PeftNames],
     config: AdapterConfig,
     options: AdapterOptions,
-) -> tuple[Contents, Companions, Adapter]:
+) -> Adapted:
     is_whole = all(_is_whole(found, weights) for found, weights in zip(names, selection.weights, strict=True))
     config.check_mergeable(has_own_base=is_whole)
     notices: list[Notice] = []
@@ -194,7 +200,7 @@ def _merge(
     notices.append(Notice("merge-adapter", f"a LoRA adapter of {count} layers, scaled by {shown or 'nothing'}, was added to {to_what}"))
     adapter = Adapter(config, False, count, base, base_name, base_weights, added[0].config_changes, renamed)
     ordered = tuple(sources[0].tensors.values())
-    return replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)), companions, adapter
+    return Adapted(replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)), companions, adapter)
 
 
 def _layers(
@@ -300,9 +306,7 @@ def _with_names_of_model(below: dict[str, SourceTensor], layout: BaseLayout) -> 
 # ------------------------------------------------------------------------------------------------------------ exported
 
 
-def _export(
-    contents: Contents, selection: Selection, names: PeftNames, config: AdapterConfig, options: AdapterOptions
-) -> tuple[Contents, Companions, Adapter]:
+def _export(contents: Contents, selection: Selection, names: PeftNames, config: AdapterConfig, options: AdapterOptions) -> Adapted:
     tensors, weights = contents.sources[0].tensors, selection.weights[0]
     for module, parts in names.factors.items():
         key = parts.get("lora_A") or parts.get("lora_embedding_A")
@@ -326,7 +330,7 @@ def _export(
         if selection.run.base_json.exists():
             records = {path.name: path for path in (selection.run.base_json, selection.run.tensors_json) if path.exists()}
             companions = replace(companions, files={**companions.files, **records})
-    return replace(contents, sources=(source,), ordered=tuple(source.tensors.values())), companions, adapter
+    return Adapted(replace(contents, sources=(source,), ordered=tuple(source.tensors.values())), companions, adapter)
 
 
 def _is_trained_bias(name: str, names: PeftNames, config: AdapterConfig) -> bool:

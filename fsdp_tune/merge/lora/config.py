@@ -30,7 +30,7 @@ MAX_CONFIG_BYTES = 16 << 20
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
     path: Path
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
     @property
     def base(self) -> str | None:
@@ -69,7 +69,7 @@ class AdapterConfig:
             raise self.wrong(f"it says that the rank of `{module}` is {wanted}, and the factors have {rank}: it belongs to another adapter")
         return alpha / (math.sqrt(rank) if self.values.get("use_rslora") is True else rank)
 
-    def _of_pattern(self, name: str, module: str, default: Any) -> Any:
+    def _of_pattern(self, name: str, module: str, default: object) -> object:
         patterns = self.values.get(name) or {}
         if not isinstance(patterns, dict):
             raise self.wrong(f"its `{name}` is not an object")
@@ -139,7 +139,7 @@ def derive_config(names: PeftNames, shapes: Mapping[str, tuple[int, ...]]) -> st
     if not ranks:
         return None
     (rank, _), *_ = Counter(ranks.values()).most_common()
-    fields: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": "ALPHA"}
+    fields: dict[str, object] = {"peft_type": "LORA", "r": rank, "lora_alpha": "ALPHA"}
     fields["target_modules"] = sorted({module.rpartition(".")[2] for module in names.factors})
     fields |= {"rank_pattern": others} if (others := {module: each for module, each in ranks.items() if each != rank}) else {}
     fields |= {"use_dora": True} if any(name.endswith(MAGNITUDE) for name in names.others) else {}

@@ -40,7 +40,7 @@ class Layers:
     magnitudes: Mapping[str, SourceTensor] = field(default_factory=dict[str, SourceTensor])
     tensors: dict[str, SourceTensor] = field(default_factory=dict[str, SourceTensor])
     scalings: set[float] = field(default_factory=set[float])
-    config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    config_changes: dict[str, object] = field(default_factory=dict[str, object])
 
     def name_in_base(self, name: str) -> str | None:
         """Directories may name a model without its prefix (`h.0.attn` for `transformer.h.0.attn`), as GPT-2's on the hub does, and the
@@ -49,7 +49,7 @@ class Layers:
         return next((each for each in names if each in self.tensors), None)
 
 
-def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] | None) -> Layers:
+def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, object] | None) -> Layers:
     """Fills `layers.tensors`. FailedError if base and adapter do not fit, or if the adapter is not plain LoRA.
 
     `model` is the config.json of the base, where there is one.
@@ -76,7 +76,7 @@ def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] |
     return layers
 
 
-def _shared_weight(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] | None) -> SourceTensor | None:
+def _shared_weight(layers: Layers, config: AdapterConfig, model: Mapping[str, object] | None) -> SourceTensor | None:
     """Return the weight, under the adapter, that embedding and head share, by the embedding's name; None if the base has both, or no head.
 
     Of a resized embedding it is in the adapter's file (`save_embedding_layers`), under the name of either.
@@ -95,7 +95,7 @@ def _is_causal(layers: Layers, model: Mapping[str, Any] | None) -> bool:
     return any(word in kind for kind in model.get("architectures") or () for word in ("CausalLM", "LMHead", "ConditionalGeneration"))
 
 
-def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str, Any] | None) -> None:
+def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str, object] | None) -> None:
     """`modules_to_save`, trained biases, and embeddings of a vocabulary that has grown."""
     found = layers.name_in_base(name)
     if found is None:
@@ -222,7 +222,7 @@ def _add_bias(layers: Layers, config: AdapterConfig, module: str, bias: SourceTe
     layers.tensors[name] = replace(layers.tensors[name], update=LowRank(scaling, bias, None))
 
 
-def _keep_head(layers: Layers, shared: SourceTensor, model: Mapping[str, Any] | None) -> None:
+def _keep_head(layers: Layers, shared: SourceTensor, model: Mapping[str, object] | None) -> None:
     """Add a head equal to the weight under the adapter if the embedding alone was trained, or if the run untied the two."""
     if any(map(is_head, layers.tensors)):
         return

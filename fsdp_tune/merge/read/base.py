@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
@@ -62,13 +61,13 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, Sou
     return plain | {name: _weight(weight, tensors, dtype) for name, weight in encodings.weights.items()}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, object] | None:
     return json_object(json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))) if path.is_file() else None
 
 
-def _dtype_of(config: Mapping[str, Any]) -> DType:
+def _dtype_of(config: Mapping[str, object]) -> DType:
     """Return the dtype that a config.json gives the weights that it has quantised."""
-    text: Any = config.get("text_config")
+    text: object = config.get("text_config")
     names = [place.get(key) for place in (config, text if isinstance(text, dict) else {}) for key in ("dtype", "torch_dtype")]
     found = next((DTYPES[name] for name in names if isinstance(name, str) and name in DTYPES), None)
     return found if found is not None and found.converts else DTYPES["bfloat16"]

@@ -10,7 +10,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.tensors import file_formats as header
@@ -49,10 +48,10 @@ def _check_numbers(names: Sequence[str]) -> None:
         raise Refused(f"the file of shard {missing[0]} is missing")
 
 
-def _offsets(files: SourceFiles, file: str) -> dict[str, Any]:
+def _offsets(files: SourceFiles, file: str) -> dict[str, object]:
     try:
         metadata = header.read_user_metadata(lambda at, count: files.read(file, at, count), files.size_bytes(file))
-        found: Any = json.loads(metadata[INFO])
+        found: object = json.loads(metadata[INFO])
     except (header.DamagedHeader, KeyError, ValueError, TypeError, RecursionError) as error:
         raise Refused(f"`{file}` has no usable {INFO} ({error})") from error
     if not isinstance(found, dict):
@@ -60,7 +59,7 @@ def _offsets(files: SourceFiles, file: str) -> dict[str, Any]:
     return found
 
 
-def _position(offsets: dict[str, Any], entry: header.HeaderEntry) -> Shape:
+def _position(offsets: dict[str, object], entry: header.HeaderEntry) -> Shape:
     info = offsets.get(entry.name)
     position = info.get("saved_offsets") if isinstance(info, dict) else None
     if not isinstance(position, list) or len(position) != len(entry.shape) or any(type(each) is not int or each < 0 for each in position):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.files import open_descriptor
@@ -64,7 +64,7 @@ def optimizer_state(names: Sequence[str]) -> frozenset[str]:
     )
 
 
-def model_names(keys: Sequence[str], planner_data: Any, directory: str) -> dict[str, str]:
+def model_names(keys: Sequence[str], planner_data: object, directory: str) -> dict[str, str]:
     """{key of the checkpoint: the model's name}, in the order of the keys. Refused when two keys get one name.
 
     `planner_data` is what DCP's default planner leaves: {key: path through the nested dictionaries that were saved}.
@@ -86,7 +86,7 @@ def model_names(keys: Sequence[str], planner_data: Any, directory: str) -> dict[
     return names
 
 
-def _paths(keys: Sequence[str], planner_data: Any, directory: str) -> dict[str, tuple[str, ...]]:
+def _paths(keys: Sequence[str], planner_data: object, directory: str) -> dict[str, tuple[str, ...]]:
     known = planner_data if isinstance(planner_data, dict) else {}
     paths: dict[str, tuple[str, ...]] = {}
     for key in keys:

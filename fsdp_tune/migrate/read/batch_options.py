@@ -46,10 +46,10 @@ def batch_options(text: str) -> dict[str, BatchOption]:
 
     Those of a heterogeneous job are of its first component.
     """
-    return {name: BatchOption(value, line) for name, value, line in _options(text)}
+    return dict(_options(text))
 
 
-def _options(text: str) -> Iterator[tuple[str, str | int | float | bool, int]]:
+def _options(text: str) -> Iterator[tuple[str, BatchOption]]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
             return
@@ -60,7 +60,7 @@ def _options(text: str) -> Iterator[tuple[str, str | int | float | bool, int]]:
         except ValueError:  # a quote that is not closed
             words = line.removeprefix("#SBATCH").split()
         if words and words[0] in COMPONENTS:
-            yield words[0], True, number
+            yield words[0], BatchOption(True, number)
             return
         while words:
             word = words.pop(0)
@@ -68,7 +68,7 @@ def _options(text: str) -> Iterator[tuple[str, str | int | float | bool, int]]:
             takes = not sign and bool(words) and not words[0].startswith("-")
             found = words.pop(0) if takes else value
             name = name.lstrip("-")
-            yield _NAMES.get(name, name), _plain(found) if takes or sign else True, number
+            yield _NAMES.get(name, name), BatchOption(_plain(found) if takes or sign else True, number)
 
 
 def _plain(text: str) -> str | int | float | bool:

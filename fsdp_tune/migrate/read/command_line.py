@@ -85,7 +85,7 @@ class ForeignCommand:
 
 
 class ParsedCommand(NamedTuple):
-    values: dict[str, Any]
+    values: dict[str, object]
     """The options, with those of the launcher and the variables under keys of their own."""
     tool: str | None
     """None if the name of the program identifies none."""
@@ -263,8 +263,8 @@ def parse_command(words: list[str]) -> ParsedCommand:
 
     Options of its launcher and variables are under keys of their own.
     """
-    values: dict[str, Any] = {}
-    environment: dict[str, Any] = {}
+    values: dict[str, object] = {}
+    environment: dict[str, object] = {}
     variables, words = _variables_of(words)
     for word in variables:
         name, _, text = word.partition("=")
@@ -295,7 +295,7 @@ def starter(words: list[str]) -> str:
     return next((name for name in names if name in _STARTERS), "python")
 
 
-def _without_negations(options: dict[str, Any], tool: str | None) -> dict[str, Any]:
+def _without_negations(options: dict[str, object], tool: str | None) -> dict[str, object]:
     """Return the options with `--no_NAME` as `NAME: false`, which HfArgumentParser has for each key that is true by default."""
     negations = {
         name: name[3:]
@@ -305,9 +305,9 @@ def _without_negations(options: dict[str, Any], tool: str | None) -> dict[str, A
     return {negations.get(name, name): value if name not in negations else False for name, value in options.items()}
 
 
-def _torchtune_options(words: list[str]) -> dict[str, Any]:
+def _torchtune_options(words: list[str]) -> dict[str, object]:
     """Return the words after the recipe's name in `tune run`: `--config FILE`, and `key.inner=value` as in OmegaConf."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for before, word in itertools.pairwise(["", *words]):
         if before == "--config":
             values["config"] = word
@@ -341,12 +341,12 @@ def _program(words: list[str]) -> tuple[int, str | None]:
     return position + (1 if after and after[0] in _TRAINING else 0), tool
 
 
-def _options(words: list[str], *, is_launcher: bool) -> dict[str, Any]:
+def _options(words: list[str], *, is_launcher: bool) -> dict[str, object]:
     """Return the options: `--name value`, `--name=value`, `--name a b`, and `--name` alone, which is true.
 
     Words before the first option are left out, except a file of options, as `llamafactory-cli train FILE` takes it.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     name: str | None = None
     for word in words:
         if word.startswith("-") and not _is_number(word):
@@ -376,7 +376,7 @@ def _is_number(word: str) -> bool:
     return re.fullmatch(r"-[0-9.]+(e-?[0-9]+)?", word) is not None
 
 
-def _part_of(word: str, text: str) -> Any:
+def _part_of(word: str, text: str) -> object:
     """Return the value in the part of a word after its `=`."""
     return Unexpanded(text, word.why) if isinstance(word, Unexpanded) else _scalar(text)
 

@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from fsdp_tune.core.values import as_list, as_mapping, is_list, is_mapping
 from fsdp_tune.migrate.read.shell_syntax import NAME, script_of_shell
@@ -137,7 +136,7 @@ class _Replaced:
 # ---- Engines
 
 
-def _kubernetes(documents: list[dict[str, Any]]) -> EngineManifest:
+def _kubernetes(documents: list[dict[str, object]]) -> EngineManifest:
     found = [(document, *each) for document in documents for each in _containers(document, 1)]
     kinds = dict.fromkeys(str(document.get("kind")) for document, _, _ in found)
     groups: dict[str, list[tuple[dict[str, str | None], int]]] = {}
@@ -179,7 +178,7 @@ def _common_variables(of_each: list[dict[str, str | None]]) -> str:
 _GROUP = "leaderWorkerTemplate"
 
 
-def _containers(value: object, machines: int) -> Iterator[tuple[dict[str, Any], int]]:
+def _containers(value: object, machines: int) -> Iterator[tuple[dict[str, object], int]]:
     """Yield the containers below a part of a manifest, each with how many of it run at once in one training."""
     if is_list(value):
         for item in value:
@@ -200,7 +199,7 @@ def _containers(value: object, machines: int) -> Iterator[tuple[dict[str, Any], 
         yield from _containers(inner, machines * _count(own))
 
 
-def _of_service(service: dict[str, Any]) -> str:
+def _of_service(service: dict[str, object]) -> str:
     """Return the command of a service of Docker Compose. A text is split into words, and only `$$` is a `$` of the container."""
     words: list[str] = []
     for each in (service.get(name) for name in ("entrypoint", "command")):
@@ -223,7 +222,7 @@ def _split(text: str) -> list[str]:
         return text.split()
 
 
-def _skypilot(values: dict[str, Any]) -> EngineManifest:
+def _skypilot(values: dict[str, object]) -> EngineManifest:
     machines = _count(values.get("num_nodes"))
     gpus = as_mapping(values.get("resources")).get("accelerators")
     known = _known(SKYPILOT_NUM_NODES=machines, SKYPILOT_NUM_GPUS_PER_NODE=_gpus(gpus))
@@ -231,7 +230,7 @@ def _skypilot(values: dict[str, Any]) -> EngineManifest:
     return EngineManifest("SkyPilot", "fsdp-tune submit skypilot", (Containers(script, machines),), known)
 
 
-def _dstack(values: dict[str, Any]) -> EngineManifest:
+def _dstack(values: dict[str, object]) -> EngineManifest:
     machines = _count(values.get("nodes"))
     gpus = _gpus(as_mapping(values.get("resources")).get("gpu"))
     known = _known(DSTACK_NODES_NUM=machines, DSTACK_GPUS_PER_NODE=gpus, DSTACK_GPUS_NUM=gpus and gpus * machines)

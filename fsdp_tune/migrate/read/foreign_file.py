@@ -15,13 +15,13 @@ import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.values import is_mapping
-from fsdp_tune.migrate.ledger import Path as KeyPath
 from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
 from fsdp_tune.migrate.read.command_line import command_in, parse_command, starter
 from fsdp_tune.migrate.read.engine_manifest import EngineManifest, manifest_in
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
+from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
@@ -37,7 +37,7 @@ SBATCH, MANIFEST = "sbatch", "manifest"
 class ForeignFile:
     path: Path
     tool: str
-    values: dict[str, Any]
+    values: dict[str, object]
     lines: Mapping[KeyPath, int] = field(default_factory=dict[KeyPath, int])
     above: Mapping[KeyPath, list[str]] = field(default_factory=dict[KeyPath, list[str]])
     """Lines of comment before a key."""
@@ -112,7 +112,7 @@ def _nothing_to_import(manifest: EngineManifest, path: Path) -> FsdpTuneError:
     return usage_error("unknown-foreign-file", message, hint=hint, where=Where(str(path)))
 
 
-def take_unexpanded(values: dict[str, Any]) -> dict[KeyPath, str]:
+def take_unexpanded(values: dict[str, object]) -> dict[KeyPath, str]:
     """Return why each key has no known value whose text the shell or the tool replaces; `values` then have it as plain text."""
     return dict(_unexpanded(values, ()))
 
@@ -128,7 +128,7 @@ def _unexpanded(value: dict[str, Any] | list[Any], path: KeyPath) -> Iterator[tu
         elif isinstance(inner, str) and _PLACEHOLDER.search(inner) and not _IS_TEXT.search(str(place[-1] if place else "")):
             yield place, f"`{inner}` is replaced by the tool or its environment: write its value"
         elif isinstance(inner, dict | list):
-            yield from _unexpanded(cast("dict[str, Any] | list[Any]", inner), place)
+            yield from _unexpanded(cast("dict[str, object] | list[object]", inner), place)
 
 
 _IS_TEXT = re.compile(r"template|prompt|system|jinja|regex|pattern")
@@ -139,7 +139,7 @@ class NamedFile(NamedTuple):
     """A file that another one names."""
 
     path: Path
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 def named_values(found: ForeignFile, name: object) -> NamedFile | None:
@@ -172,7 +172,7 @@ def _take_named_file(found: ForeignFile) -> None:
     found.values = {**inner, **found.values, "config": hidden or name}
 
 
-def _with_dotted(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _with_dotted(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, object]:
     """Return values with those of `key.inner=value`; a text in the place of a component is its name, as torchtune reads it."""
     values = copy.deepcopy(values)
     for name, value in changes.items():
@@ -196,12 +196,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return _values_of(read_text(path), path, path.suffix)
 
 
-def _values_of(text: str, path: Path, suffix: str) -> dict[str, Any]:
+def _values_of(text: str, path: Path, suffix: str) -> dict[str, object]:
     return _json(text, path) if suffix == ".json" else _yaml(text, path, "").values
 
 
-def _json(text: str, path: Path) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _json(text: str, path: Path) -> dict[str, object]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise usage_error("duplicate-key", f"`{twice}` is written twice", hint="keep one of them", where=Where(str(path)))
@@ -215,7 +215,7 @@ def _json(text: str, path: Path) -> dict[str, Any]:
     return _mapping(values, path)
 
 
-def _toml(text: str, path: Path) -> dict[str, Any]:
+def _toml(text: str, path: Path) -> dict[str, object]:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -246,7 +246,7 @@ def _about_the_file(problem: Problem) -> Problem:
     return Problem(problem.code, problem.message.replace("the recipe", "the file"), problem.where, problem.hint)
 
 
-def _value(node: Node) -> Any:
+def _value(node: Node) -> object:
     """Return a node as values. Other tools read YAML 1.1, in which `yes` is a boolean and `1_000` a number."""
     if isinstance(node, MappingNode):
         return {key: _value(entry.node) for key, entry in node.entries.items()}

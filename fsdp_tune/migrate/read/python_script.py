@@ -10,9 +10,9 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.migrate.ledger import Path
 from fsdp_tune.migrate.read.notebook import code_cells
 from fsdp_tune.migrate.read.script_names import UNKNOWN, ScriptNames, called
+from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.read.tool_detection import UNSLOTH
 
 MOST_BYTES = 32 << 20
@@ -85,9 +85,9 @@ class Script:
     """The arguments of the calls of a script, by section."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
-    lines: dict[Path, int] = field(default_factory=dict[Path, int])
-    beside: dict[Path, str] = field(default_factory=dict[Path, str])
-    computed: dict[Path, str] = field(default_factory=dict[Path, str])
+    lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
+    beside: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
+    computed: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
     """Arguments that only running the script would give, with why; their value is their text."""
     other_training: str | None = None
     """A class that it calls, of another kind of training."""
@@ -203,7 +203,7 @@ class _CallReader:
             before = "" if section == TRAINER else " before the trainer is made"
             unread.append(f"`{name}` is called more than once{before}: the first call is read")
 
-    def _arguments(self, node: ast.Call, path: Path, into: dict[str, Any]) -> None:
+    def _arguments(self, node: ast.Call, path: KeyPath, into: dict[str, Any]) -> None:
         names = _POSITIONAL.get(str(path[0]), ())
         for argument in [*node.args[len(names) :], *(each for each in node.args if isinstance(each, ast.Starred))]:
             words = f"`{ast.unparse(argument)}` of `{called(node)}` has no name: write what it sets"
@@ -220,7 +220,7 @@ class _CallReader:
                 self._script.computed[(*path, key)] = f"{self._names.why_unknown(value)}: write its value"
             self._enter((*path, key), into, ast.unparse(value) if found is UNKNOWN else found, value)
 
-    def _enter(self, path: Path, into: dict[str, Any], value: Any, node: ast.expr) -> None:
+    def _enter(self, path: KeyPath, into: dict[str, Any], value: Any, node: ast.expr) -> None:
         into[str(path[-1])] = value
         if self._has_lines:
             self._script.lines[path] = node.lineno

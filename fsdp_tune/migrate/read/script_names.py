@@ -103,7 +103,7 @@ class ScriptNames:
                 return f"the script may change `{name.id}` in place"
         return "the script computes it"
 
-    def _kept(self, name: str, value: Any) -> Any:
+    def _kept(self, name: str, value: object) -> object:
         """Return a value, unless it is a list or mapping that a name lets the script change."""
         is_changed = isinstance(value, list | dict) and name in self._changed
         return UNKNOWN if is_changed else cast("Any", value)
@@ -244,7 +244,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _of_torch(text: str) -> Any:
+def _of_torch(text: str) -> object:
     """Return the name of a dtype, or whether the device computes in bf16, which a recipe decides by itself."""
     if text.startswith("torch.") and "(" not in text:
         return text.removeprefix("torch.")

@@ -5,7 +5,7 @@ fms-hf-tuning (`tuning.sft_trainer`, or its JSON) has options that mean somethin
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from fsdp_tune.core.values import as_list, as_mapping, is_mapping
 from fsdp_tune.migrate.general import chat_template, sources
@@ -37,8 +37,12 @@ from fsdp_tune.migrate.rules import (
     same,
     section,
 )
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
+from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Method, Tool
+from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write
 from fsdp_tune.recipe.read.legacy import DTYPE_NAMES
+from fsdp_tune.recipe.read.tool_detection import ACCELERATE, DEEPSPEED, FMS
 
 _LAUNCH = "the launcher of this package sets it"
 _BY_FSDP2 = "FSDP2 chooses sizes and overlap of its transfers"
@@ -284,15 +288,12 @@ _PLUGIN: Rules = {
 ACCELERATE_RULES: Rules = {**LAUNCHER_RULES, "deepspeed_config": section(_PLUGIN)}
 
 
-FMS_METHODS = ("lora", "none", "None", "")
-FMS_UNSUPPORTED = "prompt tuning or activated LoRA"
-"""The other values of `peft_method`."""
 FMS_DATA_CONFIG = "data_config_path"
-_EVAL: Path = ("data", "eval", 0)
+_EVAL: KeyPath = ("data", "eval", 0)
 _SPLIT = "rows of text are not divided by a mark: write them as prompt and completion"
 
 
-def fms_has_adapter(values: dict[str, Any]) -> bool:
+def fms_has_adapter(values: Mapping[str, object]) -> bool:
     return values.get("peft_method") == "lora"
 
 
@@ -421,3 +422,16 @@ FMS_RULES: Rules = {
     **each(("prompt_tuning_init", "num_virtual_tokens", "prompt_tuning_init_text"), Drop("of prompt tuning")),
 }
 """By name; see `settling.settle_key`."""
+ACCELERATE_TOOL = Tool(ACCELERATE, ACCELERATE_RULES)
+DEEPSPEED_TOOL = Tool(DEEPSPEED, DEEPSPEED_RULES)
+FMS_TOOL = Tool(
+    FMS,
+    FMS_RULES,
+    defaults={**TRAINER_DEFAULTS, "data.max_length": 4096, "training.save_strategy": "epoch"},
+    adapter_defaults={"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
+    full_defaults={"model.dtype": "bf16"},
+    has_adapter=fms_has_adapter,
+    upcasts=True,
+    long_rows=CUT_BY_TRL,
+    method=Method("peft_method", ("lora", "none", "None", ""), "prompt tuning or activated LoRA"),
+)

@@ -30,12 +30,12 @@ from fsdp_tune.migrate.rules import (
     switch,
     variable,
 )
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Write
+from fsdp_tune.migrate.tool import Method, Tool
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
+from fsdp_tune.recipe.read.tool_detection import AUTOMODEL
 
 TARGET = "_target_"
-RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction",)
-UNSUPPORTED = "benchmark, distillation, diffusion or training of images"
-"""The other values of `recipe`."""
 _OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "FusedAdam": "adamw_torch", "Muon": "muon"}
 _FROM_FILES = Drop("it follows from the files of the model")
 _KERNELS = Drop("kernels of Automodel; here they are chosen in `kernels:` and by `model.attn_implementation`")
@@ -192,7 +192,7 @@ _PARALLEL: Rules = {
 # ---- Data
 
 
-def _rows(place: Path) -> Rule:
+def _rows(place: KeyPath) -> Rule:
     """Return a rule for a set of rows. Its class decides: chats, columns, or prompts that code makes."""
     entry = source(place, _SET)
     asked = Ask("write the rows as `data: {train: [{path: NAME}]}`", place[:2])
@@ -385,7 +385,6 @@ _STEP: Rules = {
     **each(("master_weights", "master_weight_bits", "store_param_remainders"), Drop("the dtype of the weights is `model.dtype`")),
     **each(("exp_avg_dtype", "exp_avg_sq_dtype"), Drop("moments are fp32; `adamw_torch_8bit` keeps 8 bits")),
 }
-OTHER_MODELS = {"flow_matching": "diffusion models"}
 RULES: Rules = {
     "recipe": Drop("supervised fine-tuning is what `train` does"),
     "step_scheduler": section(_STEPS),
@@ -429,3 +428,16 @@ RULES: Rules = {
     **each(("ci", "benchmark", "nsys", "slurm", "launcher"), Drop("a matter of Automodel's own machines")),
 }
 """By name; see `settling.settle_key`."""
+TOOL = Tool(
+    AUTOMODEL,
+    RULES,
+    defaults={"training.max_grad_norm": 1.0},
+    adapter_defaults={"lora.r": 8, "lora.lora_alpha": 32, "lora.lora_dropout": 0.0},
+    loads_as_stored=True,
+    other_training={"flow_matching": "diffusion models"},
+    method=Method(
+        "recipe",
+        ("TrainFinetuneRecipeForNextTokenPrediction",),
+        "benchmark, distillation, diffusion or training of images",
+    ),
+)

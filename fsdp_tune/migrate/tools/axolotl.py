@@ -28,15 +28,19 @@ from fsdp_tune.migrate.rules import (
     same,
     steps,
 )
+from fsdp_tune.migrate.tool import Tool
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
 from fsdp_tune.migrate.tools.emulated_quantisation import AXOLOTL_QAT
 from fsdp_tune.migrate.tools.experts import experts_kernel
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write, in_words
+from fsdp_tune.migrate.tools.long_rows import DROPPED
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
+from fsdp_tune.recipe.read.tool_detection import AXOLOTL
 from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.synonyms import OF_A_SOURCE, SYNONYMS
 
 
-def _datasets(place: Path) -> Rule:
+def _datasets(place: KeyPath) -> Rule:
     def rule(key: FileKey) -> Outcome:
         if isinstance(key.value, list) and not any(isinstance(item, dict) for item in key.items):
             return Write({(*place, index, "path"): str(name) for index, name in enumerate(key.items)})
@@ -112,7 +116,7 @@ _KNOWN_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 def _roles(key: FileKey) -> Outcome:
     """{known role: [names in the rows]} is the other way round here."""
     pairs = [(role, name) for role, names in key.mapping.items() for name in as_items(names)]
-    written: dict[Path, object] = {
+    written: dict[KeyPath, object] = {
         ("data", "roles", str(name)): role for role, name in pairs if role not in (name, _KNOWN_ROLES.get(str(name)))
     }
     return Write(written) if written else Drop("these names are known here too")
@@ -227,12 +231,12 @@ def _chat_template(key: FileKey) -> Outcome:
     return chat_template(key)
 
 
-def _kind(entry: dict[str, Any]) -> str:
+def _kind(entry: dict[str, object]) -> str:
     """Return the type of a data set without its variant."""
     return str(entry.get("type", "")).partition(".")[0]
 
 
-def _entries(ledger: LedgerView) -> dict[Path, dict[str, Any]]:
+def _entries(ledger: LedgerView) -> dict[KeyPath, dict[str, object]]:
     """Return the data sets by the places of their sources."""
     return {
         (*place, index): entry
@@ -294,7 +298,7 @@ _MOST_WARMUP = 100
 """Steps of axolotl's default, a share, where the number of all steps is known."""
 
 
-def _settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
+def _settle_long_rows(ledger: Ledger, defaults: dict[str, object]) -> None:
     """axolotl cuts texts into pieces of `sequence_len` before its strategy for longer rows, the default of which is to drop them.
 
     `defaults`: those that are written after this.
@@ -341,7 +345,7 @@ def _merged(key: FileKey) -> Outcome:
     return Drop("rows are shuffled in each epoch, there as here")
 
 
-_OVERLONG: Path = ("data", "overlong")
+_OVERLONG: KeyPath = ("data", "overlong")
 _PATTERNS = "write the parameters that are not trained: `model: {freeze: [PATTERN]}`"
 _GROUPS = "parameters with a rate of their own: `training: {parameter_groups: [{match: [PATTERN], learning_rate: …}]}`"
 _BY_THE_MODEL = "classes follow from the files of model and tokenizer"
@@ -424,4 +428,18 @@ RULES: Rules = {
     **each(("use_ray", "s2_attention", "xformers_attention", "relora", "lisa_n_layers"), UNSUPPORTED_SWITCH),
 }
 """By name; see `settling.settle_key`."""
-UNSUPPORTED = {"rl": "preference tuning", "reward_model": "reward models", "diffusion": "diffusion models"}
+TOOL = Tool(
+    AXOLOTL,
+    RULES,
+    defaults={
+        "training.num_train_epochs": 1,
+        "training.lr_scheduler_type": "cosine",
+        "training.warmup_steps": 0.03,
+        "data.max_length": 512,
+    },
+    adapter_switches=("adapter",),
+    upcasts=True,
+    long_rows=DROPPED,  # but of texts, which it cuts
+    null_is_default=True,
+    other_training={"rl": "preference tuning", "reward_model": "reward models", "diffusion": "diffusion models"},
+)

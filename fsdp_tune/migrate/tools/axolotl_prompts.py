@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 _FIELDS = ("system", "instruction", "input", "output")
 
 
-def prompt_program(prompter: Mapping[str, Any]) -> str | None:
+def prompt_program(prompter: Mapping[str, object]) -> str | None:
     """Return the program; None if a format has more than the names of its fields in braces."""
     fields = {name: str(prompter.get(f"field_{name}") or name) for name in _FIELDS}
     with_input = _text(str(prompter["format"]), fields)

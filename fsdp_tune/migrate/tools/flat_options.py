@@ -33,15 +33,17 @@ from fsdp_tune.migrate.rules import (
     section,
     steps,
 )
+from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Tool
 from fsdp_tune.migrate.tools.experts import experts_kernel
-from fsdp_tune.migrate.tools.long_rows import packing_strategy
-from fsdp_tune.recipe.outcome import Ask, Drop, Path, Weight, Write
-from fsdp_tune.recipe.schema.keys import dotted
+from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL, DROPPED, SPLIT, packing_strategy
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
+from fsdp_tune.recipe.read.tool_detection import EXAMPLES, SWIFT, TRL
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MEDIA = "models with images or sound are not trained here"
 """Said of an option."""
-FIRST: Path = (*TRAIN, 0)
+FIRST: KeyPath = (*TRAIN, 0)
 
 
 def method(key: FileKey) -> Outcome:
@@ -52,12 +54,12 @@ def method(key: FileKey) -> Outcome:
 _NAME = re.compile(r"(?P<path>[^:#]+|.*?)(?::(?P<subset>[^:#]+))?(?:#(?P<rows>\d+))?")
 
 
-def _named_datasets(place: Path) -> Rule:
+def _named_datasets(place: KeyPath) -> Rule:
     """`org/name:subset#rows`, or files; several with spaces between them."""
 
     def rule(key: FileKey) -> Outcome:
         names = [str(name) for name in key.items]
-        settings: dict[Path, object] = {}
+        settings: dict[KeyPath, object] = {}
         decisions: list[Step] = []
         for index, name in enumerate(names):
             match = _NAME.fullmatch(name)
@@ -179,7 +181,6 @@ SWIFT_RULES: Rules = {
     "merge_lora": by_synonym("merge_lora"),
 }
 """By name; see `settling.settle_key`."""
-SWIFT_UNSUPPORTED = {"rlhf_type": "preference tuning"}
 
 
 # ---- run_clm.py of transformers, and the options that TRL has too
@@ -261,7 +262,7 @@ def _mixer(key: FileKey) -> Outcome:
     return Inside({name: _mixed_set((*TRAIN, index)) for index, name in enumerate(key.mapping)}, nulls=True)
 
 
-def _mixed_set(place: Path) -> Rule:
+def _mixed_set(place: KeyPath) -> Rule:
     def rule(key: FileKey) -> Outcome:
         if key.value == 1:
             return Write({(*place, "path"): key.path[-1]})
@@ -277,7 +278,7 @@ def _mixed_set(place: Path) -> Rule:
 _MIXTURES = ("datasets", "dataset_mixture", "dataset_mixer")
 
 
-def is_mixed(ledger: LedgerView, path: Path = ("",)) -> bool:
+def is_mixed(ledger: LedgerView, path: KeyPath = ("",)) -> bool:
     """Return whether there is a mixture beside a key: the single data set is ignored then."""
     return any(ledger.value(*path[:-1], name) for name in _MIXTURES)
 
@@ -305,9 +306,9 @@ def _eval_split(key: FileKey) -> Outcome:
         if size and key.value == "test":
             return Drop("the rows that `test_split_size` holds out")
         return Ask("a mixture has the split `test` alone, by `test_split_size`", "data.eval")
-    place: Path = ("data", "eval", 0)
+    place: KeyPath = ("data", "eval", 0)
     config = key.of_file("dataset_config")
-    settings: dict[Path, object] = {(*place, "path"): key.of_file("dataset_name") or "NAME", (*place, "split"): key.value}
+    settings: dict[KeyPath, object] = {(*place, "path"): key.of_file("dataset_name") or "NAME", (*place, "split"): key.value}
     return Write(settings | ({(*place, "name"): config} if config is not None else {}))
 
 
@@ -368,3 +369,55 @@ TRL_UNSUPPORTED = dict.fromkeys(
     ),
     "preference tuning",
 ) | {"teacher_model_name_or_path": "distillation"}
+TRL_TOOL = Tool(
+    TRL,
+    TRL_RULES,
+    defaults={
+        "training.per_device_train_batch_size": 8,
+        "data.max_length": 1024,
+        "fsdp.activation_checkpointing": "full",
+        "training.report_to": [],
+    },
+    adapter_defaults={"lora.r": 16, "lora.lora_alpha": 32, "lora.lora_dropout": 0.05},
+    adapter_switches=("use_peft",),
+    upcasts=True,
+    long_rows=CUT_BY_TRL,
+    other_training=TRL_UNSUPPORTED,
+)
+EXAMPLE_TOOL = Tool(
+    EXAMPLES,
+    EXAMPLE_RULES,
+    defaults={**TRAINER_DEFAULTS, "precision.mixed_precision": "no"},
+    adapter_switches=("use_peft",),
+    loads_as_stored=True,
+    upcasts=True,
+    long_rows=SPLIT,  # run_clm.py joins all texts
+)
+SWIFT_TOOL = Tool(
+    SWIFT,
+    SWIFT_RULES,
+    defaults={
+        "training.per_device_train_batch_size": 1,
+        "training.weight_decay": 0.1,
+        "training.adam_beta2": 0.95,
+        "training.lr_scheduler_type": "cosine",
+        "training.logging_steps": 5,
+        "fsdp.activation_checkpointing": "full",
+        "precision.mixed_precision": "bf16",
+    },
+    adapter_defaults={
+        "lora.r": 8,
+        "lora.lora_alpha": 32,
+        "lora.lora_dropout": 0.05,
+        "lora.target_modules": "all-linear",
+        "training.learning_rate": 1e-4,
+    },
+    full_defaults={"training.learning_rate": 1e-5},
+    adapter_switches=("tuner_type", "train_type", "sft_type"),
+    trains_adapters=True,
+    loads_as_stored=True,
+    upcasts=True,
+    long_rows=DROPPED,
+    stream_buffer=1000,
+    other_training={"rlhf_type": "preference tuning"},
+)

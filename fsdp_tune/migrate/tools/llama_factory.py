@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import Any
 
 from fsdp_tune.core.values import as_mapping, is_list
 from fsdp_tune.migrate.general import DFT, chat_template, source
@@ -32,8 +31,11 @@ from fsdp_tune.migrate.rules import (
     same,
     switch,
 )
+from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Method, Tool
 from fsdp_tune.migrate.tools.flat_options import MEDIA, method, unless_pretraining
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write, in_words
+from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
 from fsdp_tune.recipe.read.tool_detection import LLAMA_FACTORY
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
@@ -79,7 +81,7 @@ def _names(value: object) -> list[str]:
     return [str(item).strip() for item in items if str(item).strip()]
 
 
-def _listed_datasets(place: Path) -> Rule:
+def _listed_datasets(place: KeyPath) -> Rule:
     """Names in `dataset_info.json`, with commas between them."""
 
     def rule(key: FileKey) -> Outcome:
@@ -101,7 +103,7 @@ def _listed_datasets(place: Path) -> Rule:
     return rule
 
 
-def _text_steps(name: str, entry: dict[str, Any], place: Path) -> list[Step]:
+def _text_steps(name: str, entry: dict[str, object], place: KeyPath) -> list[Step]:
     """`stage: pt` reads the text of the first message, without a template: of Alpaca's columns that is `prompt`."""
     columns = as_mapping(entry.get("columns"))
     column = str(columns.get("prompt") or "instruction")
@@ -114,7 +116,7 @@ def _text_steps(name: str, entry: dict[str, Any], place: Path) -> list[Step]:
     return [*found, *(At((INFO, name, key), Drop(words)) for key in ("formatting", "columns", "tags"))]
 
 
-def _path_of(entry: Mapping[str, Any]) -> str | None:
+def _path_of(entry: Mapping[str, object]) -> str | None:
     found = entry.get("hf_hub_url") or entry.get("file_name")
     return str(found) if found else None
 
@@ -258,6 +260,20 @@ RULES: Rules = {
     "predict_with_generate": off_or("off", "write `training: {sample: {every: 500, prompts: […]}}` to see answers while training"),
 }
 """By name; see `settling.settle_key`."""
-STAGES = ("sft", "pt")
-UNSUPPORTED = "preference tuning and reward models"
-"""The other values of `stage`."""
+TOOL = Tool(
+    LLAMA_FACTORY,
+    RULES,
+    defaults={
+        **TRAINER_DEFAULTS,
+        "fsdp.activation_checkpointing": "full",
+        "training.logging_steps": 500,
+        "training.report_to": [],
+    },
+    adapter_defaults={"lora.r": 8, "lora.target_modules": "all-linear", "precision.mixed_precision": "bf16"},
+    full_defaults={"precision.mixed_precision": "no"},  # weights are cast to fp32, and computed in it without `bf16`
+    adapter_switches=("finetuning_type",),
+    trains_adapters=True,
+    long_rows=CUT_BY_TRL,  # `wrapped`: `stage: pt`
+    stream_buffer=16384,
+    method=Method("stage", ("sft", "pt"), "preference tuning and reward models"),
+)

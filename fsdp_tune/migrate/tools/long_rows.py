@@ -5,38 +5,35 @@ A recipe cuts rows before it packs them: `split` keeps every token, as packing t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp_tune.migrate.general import by_name
 from fsdp_tune.migrate.ledger import Ledger
 from fsdp_tune.migrate.rules import TRAIN, FileKey, Outcome, is_on
-from fsdp_tune.recipe.outcome import Fate, Path, Write
-from fsdp_tune.recipe.read.tool_detection import AUTOMODEL, AXOLOTL, EXAMPLES, FMS, LLAMA_FACTORY, SOUP, SWIFT, TORCHTUNE, TRL, UNSLOTH
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Fate, Write
+from fsdp_tune.recipe.read.tool_detection import AUTOMODEL, AXOLOTL
 
-_OVERLONG: Path = ("data", "overlong")
+_OVERLONG: KeyPath = ("data", "overlong")
 _DROP, _CUT, _SPLIT = "drop", "truncate", "split"
-_OF_THE_TRAINER = {False: _CUT, "bfd": _CUT, "wrapped": _SPLIT}
-"""TRL's SFTTrainer: without packing, and by the strategy of packing."""
-LONG_ROWS: dict[str, dict[bool | str, str]] = {
-    **dict.fromkeys((TRL, UNSLOTH, SOUP, FMS), _OF_THE_TRAINER),
-    LLAMA_FACTORY: {False: _CUT, "bfd": _CUT, "wrapped": _SPLIT},  # `wrapped`: `stage: pt`
-    EXAMPLES: {False: _SPLIT, "bfd": _SPLIT, "wrapped": _SPLIT},  # run_clm.py joins all texts
-    SWIFT: {False: _DROP, "bfd": _DROP, "wrapped": _DROP},
-    TORCHTUNE: {False: _CUT, "bfd": _CUT, "wrapped": _CUT},  # the tokenizer cuts, before rows are packed
-    AXOLOTL: {False: _DROP, "bfd": _DROP, "wrapped": _DROP},
-}
-"""Tool → False without packing, or the strategy of packing: what becomes of a long row of any format. axolotl cuts texts itself."""
+LongRows = Mapping[bool | str, str]
+"""`data.overlong` by False without packing, or the strategy of packing."""
+CUT_BY_TRL: LongRows = {False: _CUT, "bfd": _CUT, "wrapped": _SPLIT}
+"""What TRL's SFTTrainer does."""
+CUT: LongRows = {False: _CUT, "bfd": _CUT, "wrapped": _CUT}
+DROPPED: LongRows = {False: _DROP, "bfd": _DROP, "wrapped": _DROP}
+SPLIT: LongRows = {False: _SPLIT, "bfd": _SPLIT, "wrapped": _SPLIT}
 
 
-def settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
-    """Add `data.overlong` to the defaults of a tool, unless its file has it."""
+def settle_long_rows(ledger: Ledger, behaviour: LongRows, defaults: dict[str, Any]) -> None:
+    """Add `data.overlong` to the defaults of a tool, unless its file has it. `behaviour`: `Tool.long_rows`."""
     if ledger.is_answered(_OVERLONG) or ledger.settings.get(_OVERLONG) is not None:
         return
     is_asked = any(row.fate is Fate.QUESTION and _OVERLONG in row.targets for row in ledger.rows)
     if ledger.tool == AUTOMODEL and ledger.value("dataset") is not None and not is_asked:
         ledger.decide(_OVERLONG, "NeMo Automodel cuts rows only with `truncation`; here longer ones are cut: `truncate`, `drop` or `error`")
-    behaviour = LONG_ROWS.get(ledger.tool)
-    if behaviour is None:
+    if not behaviour:
         return
     is_packed = _value(ledger, defaults, "packing") is True
     if ledger.tool == AXOLOTL and _is_stream_of_texts(ledger):
@@ -45,7 +42,7 @@ def settle_long_rows(ledger: Ledger, defaults: dict[str, Any]) -> None:
         defaults["data.overlong"] = behaviour[str(_value(ledger, defaults, "packing_strategy") or "bfd") if is_packed else False]
 
 
-def _value(ledger: Ledger, defaults: dict[str, Any], name: str) -> Any:
+def _value(ledger: Ledger, defaults: dict[str, object], name: str) -> object:
     found = ledger.get("data", name)
     return defaults.get(f"data.{name}") if found is None else found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from fsdp_tune.core.values import as_mapping, is_mapping
 from fsdp_tune.migrate.general import chat_template
@@ -25,11 +25,11 @@ from fsdp_tune.migrate.rules import (
     section,
     switch,
 )
+from fsdp_tune.migrate.tool import Method, Tool
+from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
+from fsdp_tune.recipe.read.tool_detection import SOUP
 
-TASKS = ("sft", "pretrain")
-UNSUPPORTED = "preference tuning, classifier or other training"
-"""The other values of `task`."""
 _FORMATS = {
     "auto": Drop("the columns of the rows decide here too"),
     "alpaca": Write({"data.format": "alpaca"}, fate=Fate.KEPT),
@@ -44,7 +44,7 @@ _MICRO_BATCH = "training.per_device_train_batch_size"
 _MEDIA = "models with images or sound are not trained here"
 
 
-def has_adapter(values: dict[str, Any]) -> bool:
+def has_adapter(values: Mapping[str, object]) -> bool:
     """Return whether a file trains an adapter: it does unless its rank is 0."""
     lora = as_mapping(values.get("training")).get("lora")
     return not is_mapping(lora) or lora.get("r", 64) != 0
@@ -154,3 +154,19 @@ RULES: Rules = {
     **each(("eval", "advise", "ship"), Drop("`fsdp-tune evaluate` measures the result")),
 }
 """By name; see `settling.settle_key`."""
+TOOL = Tool(
+    SOUP,
+    RULES,
+    defaults={
+        "training.gradient_accumulation_steps": 4,
+        "training.warmup_steps": 0.03,
+        "training.weight_decay": 0.01,
+        "training.lr_scheduler_type": "cosine",
+        "training.save_steps": 100,
+        "data.eval.fraction": 0.1,
+    },
+    adapter_defaults={"lora.r": 64, "lora.lora_alpha": 16, "lora.lora_dropout": 0.05, "quantization.load": "nf4"},
+    has_adapter=has_adapter,
+    long_rows=CUT_BY_TRL,
+    method=Method("task", ("sft", "pretrain"), "preference tuning, classifier or other training"),
+)

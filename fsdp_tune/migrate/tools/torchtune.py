@@ -28,8 +28,12 @@ from fsdp_tune.migrate.rules import (
     section,
     variable,
 )
+from fsdp_tune.migrate.tool import Tool
 from fsdp_tune.migrate.tools.emulated_quantisation import TORCHTUNE_QAT
-from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Path, Weight, Write
+from fsdp_tune.migrate.tools.long_rows import CUT
+from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write
+from fsdp_tune.recipe.read.tool_detection import TORCHTUNE
 from fsdp_tune.recipe.synonyms import SYNONYMS
 
 COMPONENT = "_component_"
@@ -65,10 +69,10 @@ _ADAPTED = {"output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
-def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
+def resolve_references(values: dict[str, object]) -> dict[str, object]:
     """Replace `${key.inner}` by the value of that key, as OmegaConf does. One that the file does not have is kept as it is written."""
 
-    def found(name: str) -> Any:
+    def found(name: str) -> object:
         value: Any = values
         for part in name.split("."):
             if part not in as_mapping(value):
@@ -76,7 +80,7 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
             value = value[part]
         return value
 
-    def resolved(value: Any) -> Any:
+    def resolved(value: object) -> object:
         if is_mapping(value):
             return {name: resolved(inner) for name, inner in value.items()}
         if is_list(value):
@@ -155,7 +159,7 @@ _TOKENIZER: Rules = {
 # ---- Data
 
 
-def _dataset(place: Path) -> Rule:
+def _dataset(place: KeyPath) -> Rule:
     def rule(key: FileKey) -> Outcome:
         if not all(isinstance(each, dict) and each != {} for each in key.items):
             return Ask("a data set is a mapping with its `_component_`", place)
@@ -166,7 +170,7 @@ def _dataset(place: Path) -> Rule:
     return rule
 
 
-def _set(place: Path) -> Rule:
+def _set(place: KeyPath) -> Rule:
     """Return a rule for one data set. Its builder, which decides what other keys mean, comes first."""
 
     def rule(key: FileKey) -> Outcome:
@@ -180,12 +184,12 @@ def _set_builder(key: FileKey) -> Outcome:
     name, place = _last_name(key.value), key.place
     trains_all = name in _TRAINS_ALL and key.beside("train_on_input") is None and place[1] == "train"
     default = Also((*place, "loss_on"), "all", f"default of {name}", Weight.DEFAULT)
-    read: dict[Path, object] = {(*place, "columns"): columns} if (columns := _columns(key)) else {}
+    read: dict[KeyPath, object] = {(*place, "columns"): columns} if (columns := _columns(key)) else {}
     outcome: Outcome = Drop("the columns of the rows decide the format")
     if name in _DATASETS and key.beside("source") is None:
         outcome = Write({(*place, "path"): _DATASETS[name]} | read, _NO_OTHERS if read else "")
     elif name == "instruct_dataset":  # a chat of two messages
-        names: dict[Path, object] = {} if key.beside("column_map") else {(*place, "rename_columns", "input"): "instruction"}
+        names: dict[KeyPath, object] = {} if key.beside("column_map") else {(*place, "rename_columns", "input"): "instruction"}
         outcome = Write({(*place, "format"): "alpaca"} | read | names, _NO_OTHERS)
     elif _BUILDERS.get(name):
         outcome = Write({(*place, "format"): _BUILDERS[name]})
@@ -373,3 +377,11 @@ UNSUPPORTED = {
     **dict.fromkeys(("teacher_model", "teacher_checkpointer"), "distillation"),
     **dict.fromkeys(("prompt", "tasks", "max_new_tokens"), "generation or benchmarks as a configuration of their own"),
 }
+TOOL = Tool(
+    TORCHTUNE,
+    RULES,
+    defaults={"training.max_grad_norm": 0, "training.lr_scheduler_type": "constant", "training.weight_decay": 0.01},
+    long_rows=CUT,  # by the tokenizer, before rows are packed
+    null_is_default=True,
+    other_training=UNSUPPORTED,
+)

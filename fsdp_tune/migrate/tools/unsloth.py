@@ -6,7 +6,7 @@ A call is a section of the account, named by its function: `SFTConfig.learning_r
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
 
 from fsdp_tune.core.values import as_mapping
 from fsdp_tune.migrate.general import chat_template, dtype, sources
@@ -28,13 +28,15 @@ from fsdp_tune.migrate.rules import (
     section,
     switch,
 )
-from fsdp_tune.migrate.tools.long_rows import packing_strategy
+from fsdp_tune.migrate.tool import Tool
+from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL, packing_strategy
 from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
+from fsdp_tune.recipe.read.tool_detection import UNSLOTH
 
 _QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
 
 
-def has_adapter(values: dict[str, Any]) -> bool:
+def has_adapter(values: Mapping[str, object]) -> bool:
     return ADAPTER in values and not is_on(as_mapping(values[MODEL]).get("full_finetuning", False))
 
 
@@ -174,3 +176,22 @@ RULES: Rules = {
 
 OBJECTS = frozenset({"model", "tokenizer", "processing_class", "args", "train_dataset", "data_collator", "token"})
 """Arguments that are objects: their text is not a value that a person has to write."""
+TOOL = Tool(
+    UNSLOTH,
+    RULES,
+    defaults={
+        "training.per_device_train_batch_size": 4,
+        "training.gradient_accumulation_steps": 2,
+        "training.learning_rate": 5e-5,
+        "training.weight_decay": 0.001,
+        "training.warmup_steps": 0.1,
+        "training.optim": "adamw_torch_8bit",
+        "training.seed": 3407,
+        "data.max_length": 2048,
+        "fsdp.activation_checkpointing": "full",
+    },
+    adapter_defaults={"lora.r": 16, "lora.lora_alpha": 16, "lora.lora_dropout": 0.0, "quantization.load": "nf4"},
+    has_adapter=has_adapter,
+    loads_as_stored=True,
+    long_rows=CUT_BY_TRL,
+)

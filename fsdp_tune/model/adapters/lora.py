@@ -85,7 +85,7 @@ def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
     """Return PEFT's layers by the name that the adapted module, or parameter, has in the bare model."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             parameter = getattr(module, "parameter_name", None)  # of a ParamWrapper
@@ -153,12 +153,12 @@ def _number(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def adapter_config(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
+def adapter_config(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
     """Return the content of `adapter_config.json` for a model with adapters, so that PEFT, vLLM and a merge can read the adapter."""
     lora = recipe.lora
     assert lora is not None
     config = model.peft_config[ADAPTER_NAME].to_dict()  # type: ignore[index, union-attr]  # set by PEFT
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    values: dict[str, object] = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     return values | {
         "base_model_name_or_path": _place_of(str(recipe.model.name_or_path)),
         "revision": recipe.model.revision,

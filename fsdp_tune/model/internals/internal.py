@@ -55,7 +55,7 @@ class Internal:
 
     def _owner(self) -> Any:
         module, _, names = self.path.partition(":")
-        owner: Any = importlib.import_module(module)
+        owner: object = importlib.import_module(module)
         for name in names.split(".")[:-1]:
             owner = getattr(owner, name)
         return owner
@@ -65,7 +65,7 @@ class Internal:
 class Name(Internal):
     """A private name of a module or class, or a public one of a private module."""
 
-    fallback: Any = NoFallback.REFUSED
+    fallback: object = NoFallback.REFUSED
 
     def exists(self) -> bool:
         try:
@@ -81,13 +81,13 @@ class Name(Internal):
             raise self.refused()
         return self.fallback
 
-    def set(self, value: Any) -> None:
+    def set(self, value: object) -> None:
         """Give the name another value. Raises: usage error (exit 2) if the name is refused."""
         self.get()
         setattr(self._owner(), self.last, value)
 
     @contextlib.contextmanager
-    def replaced(self, value: Any) -> Iterator[None]:
+    def replaced(self, value: object) -> Iterator[None]:
         """Give the name another value for the duration of the block. Without the name, nothing is replaced, unless that is refused."""
         self.get()
         if not self.exists():
@@ -109,10 +109,10 @@ class Attribute(Internal):
     fallback: Callable[[Any], Any] | NoFallback = NoFallback.REFUSED
     """The value for an object without the attribute."""
 
-    def exists(self, owner: Any) -> bool:
+    def exists(self, owner: object) -> bool:
         return hasattr(owner, self.last)
 
-    def of(self, owner: Any) -> Any:
+    def of(self, owner: object) -> Any:
         """Return the attribute of an object, or the fallback. Raises: usage error (exit 2) without either."""
         if self.exists(owner):
             return getattr(owner, self.last)
@@ -120,7 +120,7 @@ class Attribute(Internal):
             raise self.refused()
         return self.fallback(owner)
 
-    def set(self, owner: Any, value: Any) -> None:
+    def set(self, owner: object, value: object) -> None:
         """Set the attribute of an object that has it. Without it nothing is set, unless that is refused."""
         self.of(owner)
         if self.exists(owner):
@@ -137,7 +137,7 @@ class Parameter(Internal):
         except (ImportError, AttributeError):
             return False
 
-    def value(self, value: Any) -> dict[str, Any]:
+    def value(self, value: object) -> dict[str, Any]:
         """Return the keyword with a value, for a call. Raises: usage error (exit 2) if the function does not have it."""
         if not self.exists():
             raise self.refused()

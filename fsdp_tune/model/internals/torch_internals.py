@@ -36,7 +36,7 @@ FOREACH_NORM = Name("torch:_foreach_norm", "the norm of gradients", READ_IN, fal
 """Norms of tensors in few kernels. Fallback: one after another."""
 
 
-def _without_local(tensor: Any) -> Any:
+def _without_local(tensor: Any) -> object:
     with torch.no_grad():
         return tensor.to_local()
 
@@ -72,13 +72,15 @@ RECORDING_MODE = Name(_DISPATCH_MODE, _TRACE, READ_IN)
 
 
 def observing_mode(
-    see: Callable[[Any, tuple[Any, ...]], None] | None = None, see_result: Callable[[Any, Any], None] | None = None
-) -> contextlib.AbstractContextManager[Any]:
+    see: Callable[[object, tuple[object, ...]], None] | None = None, see_result: Callable[[object, object], None] | None = None
+) -> contextlib.AbstractContextManager[object]:
     """Return a context in which `see(operator, arguments)` is called before each operation, and `see_result(operator, result)` after it, if
     this version has dispatch modes."""
 
     class Observing(OBSERVING_MODE.get()):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Callable[..., object], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+        ) -> object:
             if see is not None:
                 see(func, args)
             result = func(*args, **(kwargs or {}))
@@ -86,11 +88,11 @@ def observing_mode(
                 see_result(func, result)
             return result
 
-    mode: contextlib.AbstractContextManager[Any] = Observing()
+    mode: contextlib.AbstractContextManager[object] = Observing()
     return mode
 
 
-def recording_mode(dispatch: Callable[[Any, Any, Any, Any], Any]) -> contextlib.AbstractContextManager[Any]:
+def recording_mode(dispatch: Callable[[object, object, object, object], object]) -> contextlib.AbstractContextManager[object]:
     """Return a context in which `dispatch(operator, types, args, kwargs)` runs each operation. Raises: usage error (exit 2)."""
 
     class Recording(RECORDING_MODE.get()):  # type: ignore[misc]
@@ -99,10 +101,10 @@ def recording_mode(dispatch: Callable[[Any, Any, Any, Any], Any]) -> contextlib.
             """Return False, so that torch does not wrap every call to exclude its compiler; nothing is compiled here."""
             return False
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
             return dispatch(func, types, args, kwargs)
 
-    mode: contextlib.AbstractContextManager[Any] = Recording()
+    mode: contextlib.AbstractContextManager[object] = Recording()
     return mode
 
 
@@ -170,7 +172,7 @@ PARAM_GROUP = Attribute("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPSta
 """The single group of a unit before torch 2.13, None for a unit without parameters of its own."""
 
 
-def _single_group(state: Any) -> list[Any]:
+def _single_group(state: object) -> list[object]:
     group = PARAM_GROUP.of(state)
     return [] if group is None else [group]
 
@@ -212,7 +214,7 @@ HYBRID_ZERO2 = Name("torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2
 # ---- Optimizers
 
 
-def _adamw(*lists: Any, **options: Any) -> None:
+def _adamw(*lists: Any, **options: object) -> None:
     """Update as `torch._fused_adamw_` does, whose step counts have been increased already."""
     from torch.optim.adamw import adamw
 

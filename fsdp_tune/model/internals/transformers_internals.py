@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,7 @@ ATTENTION = Attribute("transformers:PreTrainedConfig._attn_implementation", "rea
 """The attention kernel of a model, which transformers may have replaced."""
 
 
-def attention_of(config: Any) -> str:
+def attention_of(config: object) -> str:
     """Return the name of the attention kernel of a model with this configuration."""
     return str(ATTENTION.of(config))
 
@@ -31,13 +30,13 @@ EXPERTS = Attribute("transformers:PreTrainedConfig._experts_implementation", "`k
 """The kernel of stacked experts: their forward looks it up in the configuration that they hold. Setting it sets nested ones too."""
 
 
-def forget_kernels(config: Any) -> None:
+def forget_kernels(config: object) -> None:
     """Remove the kernels that a config.json names, so that transformers' defaults apply: it downloads and runs the code of some."""
     for kernel in (ATTENTION, EXPERTS):
         kernel.set(config, None)
 
 
-def eager_config(folder: Path) -> Any:
+def eager_config(folder: Path) -> object:
     """Return the configuration of a local model with eager attention, which every model supports, and with the default kernel of experts.
 
     Its config.json may name a kernel that is not installed here, or one that transformers downloads and runs.
@@ -58,7 +57,7 @@ def has_experts_kernel(module: nn.Module) -> bool:
 
 def has_own_gate(experts: nn.Module) -> bool:
     """Return whether such a class computes its gate itself, instead of by the function that the decorator gives to classes without one."""
-    gate: Any = getattr(type(experts), "_apply_gate", None)
+    gate: object = getattr(type(experts), "_apply_gate", None)
     return gate is None or not gate.__module__.startswith("transformers.integrations.")
 
 

@@ -83,10 +83,10 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
         raise FsdpTuneError(*problems)
 
 
-def _other_settings(folder: str, config: Mapping[str, Any], recipe: Recipe) -> Iterator[Problem]:
+def _other_settings(folder: str, config: Mapping[str, object], recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each key of the recipe that contradicts the adapter's config."""
     assert recipe.lora is not None
-    defaults: dict[str, Any] = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    defaults: dict[str, object] = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
     for key in _SAME:
         theirs, ours = config.get(key, defaults.get(key)) or defaults.get(key), getattr(recipe.lora, key)
         if theirs != ours:
@@ -103,7 +103,7 @@ def _shown(value: Any) -> str:
     return json.dumps(int(value) if is_whole else value)
 
 
-def _other_tensors(folder: str, config: Mapping[str, Any], model: nn.Module) -> Iterator[Problem]:
+def _other_tensors(folder: str, config: Mapping[str, object], model: nn.Module) -> Iterator[Problem]:
     """Yield a problem for the tensors that the adapter lacks, for those that are not trained, and for those of other shapes."""
     targets = _targets(model)
     stored, frozen = _stored(folder, model), _frozen_embeddings(model)
@@ -125,7 +125,7 @@ def _other_tensors(folder: str, config: Mapping[str, Any], model: nn.Module) -> 
         yield _problem(folder, f"its `{name}` is {sizes}", hint)
 
 
-def _refuse_other_kinds(folder: str, config: Mapping[str, Any]) -> None:
+def _refuse_other_kinds(folder: str, config: Mapping[str, object]) -> None:
     if config.get("peft_type") != "LORA":
         raise _wrong(folder, f"it is of the type {config.get('peft_type')}, and only LORA is supported", _NEW)
     if (field := other_arithmetic(config)) is not None:
@@ -140,7 +140,7 @@ def _refuse_other_kinds(folder: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_base(recipe: Recipe, config_changes: Mapping[str, Any]) -> list[Notice]:
+def check_base(recipe: Recipe, config_changes: Mapping[str, object]) -> list[Notice]:
     """Compare the base with that under which the adapter was trained, as far as it is recorded. `config_changes`: those of the recipe.
 
     Return notices if its precision or its configuration differs: weights in 4 bits are another base than those that they were made of, as
@@ -170,7 +170,7 @@ def check_base(recipe: Recipe, config_changes: Mapping[str, Any]) -> list[Notice
     return notices
 
 
-def _fields(changes: Mapping[str, Any], names: Iterable[str]) -> str:
+def _fields(changes: Mapping[str, object], names: Iterable[str]) -> str:
     """Return the fields of `names` that a run changes, as text."""
     return ", ".join(f"`{name}: {json.dumps(changes[name])}`" for name in names if name in changes) or "the base's own values"
 
@@ -219,7 +219,7 @@ def published_prefixes(model: nn.Module, names: Iterable[str]) -> tuple[str, str
     )
 
 
-def _config(folder: str) -> dict[str, Any]:
+def _config(folder: str) -> dict[str, object]:
     try:
         config = json.loads((Path(folder) / CONFIG_FILE).read_bytes())
         if not isinstance(config, dict):

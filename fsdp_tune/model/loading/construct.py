@@ -36,7 +36,7 @@ from fsdp_tune.model.loading.untie import tie_text, untie
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files
 from fsdp_tune.model.model_files import untrained_tokens
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
-from fsdp_tune.recipe.read.loader import architecture
+from fsdp_tune.recipe.read.catalogue import architecture
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.written_files import model_files
@@ -50,7 +50,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
     return _with_overrides(recipe, _base_config(recipe))
 
 
-def config_changes(recipe: Recipe) -> dict[str, Any]:
+def config_changes(recipe: Recipe) -> dict[str, object]:
     """Return the fields of the base's configuration that the recipe changes, as in config.json."""
     before, after = (json.loads(config.to_json_string(use_diff=False)) for config in (_base_config(recipe), model_config(recipe)))
     return changed_fields(before, after | {"use_cache": before.get("use_cache")})
@@ -131,7 +131,7 @@ def _base_config(recipe: Recipe) -> PreTrainedConfig:
         raise model_not_found(name, error) from error
 
 
-def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConfig:
+def _config_from_mapping(mapping: dict[str, object], origin: str) -> PreTrainedConfig:
     fields = dict(mapping)
     model_type = fields.pop("model_type", None)
     fields.pop("architectures", None)
@@ -273,7 +273,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
 def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model with the weights of its files, and the account of transformers about them (`output_loading_info`)."""
     name, files = str(recipe.model.name_or_path), None
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         # Rounded to bf16 first, some weights would get other codes in 4 bits.
         "dtype": storage_dtype(recipe) if recipe.nf4 is None else torch.float32,
         "attn_implementation": attention(recipe, config),
@@ -303,7 +303,7 @@ def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedMod
 
 def _from_codes(
     recipe: Recipe, config: PreTrainedConfig, files: WeightFiles, options: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, object]]:
     """Load a model whose quantised weights are decoded as transformers reads each of them."""
     empty = build_base(recipe, config)
     state = {name: _Lazy(stored) for name, stored in files.tensors.items()}
@@ -324,8 +324,8 @@ class _Lazy:
 @torch.no_grad()
 def start_untied_head(model: PreTrainedModel, missing: Collection[str]) -> None:
     """Copy the embedding into a head that the files lack, since they hold tied weights once. transformers would draw it at random."""
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if head is not None and any(model.get_parameter(name) is head.weight for name in missing):
         head.weight.copy_(embedding.weight)
 
@@ -392,7 +392,7 @@ def trains_new_tokens(model: PreTrainedModel) -> bool:
 
 def is_tied(model: PreTrainedModel) -> bool:
     """Return whether embedding and head are one weight."""
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     return head is not None and head.weight is getattr(model.get_input_embeddings(), "weight", None)
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from huggingface_hub import get_safetensors_metadata
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -113,8 +113,8 @@ def is_text_alone(config: PreTrainedConfig, model: PreTrainedModel, tensors: Bas
 
 
 def exported_config(
-    recipe: Recipe, changes: Mapping[str, Any], config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord
-) -> dict[str, Any]:
+    recipe: Recipe, changes: Mapping[str, object], config: PreTrainedConfig, model: PreTrainedModel, tensors: BaseRecord
+) -> dict[str, object]:
     """Return config.json of the trained model. `changes`: the fields of the base that the recipe changes; `config`: that of the run.
 
     It describes what a merge writes: of a base of several modalities it is the text's alone if the others are left out.
@@ -129,7 +129,7 @@ def exported_config(
     return without_next_token_layers(found) if has_lost_layers else found
 
 
-def _exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+def _exported_config(recipe: Recipe, changes: Mapping[str, object], config: PreTrainedConfig) -> dict[str, object]:
     new = _fields(config) | {"use_cache": True}
     candidates = [with_old_spellings(new), new]
     folder = base_folder(recipe)
@@ -141,7 +141,7 @@ def _exported_config(recipe: Recipe, changes: Mapping[str, Any], config: PreTrai
     return next((candidate for candidate in candidates if _reads_as(candidate, config)), candidates[-1])
 
 
-def _is_of_transformers_5(written: Mapping[str, Any]) -> bool:
+def _is_of_transformers_5(written: Mapping[str, object]) -> bool:
     """Return whether a config.json has what transformers 4 does not read: rotary positions, a renamed field, an infinity as an object."""
     nested = [value for name, value in written.items() if name.endswith("_config") and isinstance(value, dict)]
     has_new_rope = "rope_parameters" in written and "rope_theta" not in written
@@ -149,11 +149,11 @@ def _is_of_transformers_5(written: Mapping[str, Any]) -> bool:
     return has_new_rope or has_new_names or with_floats(written) != written or any(map(_is_of_transformers_5, nested))
 
 
-def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+def _fields(config: PreTrainedConfig) -> dict[str, object]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def _reads_as(candidate: Mapping[str, Any], config: PreTrainedConfig) -> bool:
+def _reads_as(candidate: Mapping[str, object], config: PreTrainedConfig) -> bool:
     """Return whether a config.json is read as this configuration; fields of other readers may be added."""
     try:
         found = _fields(type(config).from_dict(with_floats(json.loads(json.dumps(candidate)))))
@@ -162,7 +162,7 @@ def _reads_as(candidate: Mapping[str, Any], config: PreTrainedConfig) -> bool:
     return not _compared(changed_fields(found, _fields(config)))
 
 
-def _compared(changes: Mapping[str, Any]) -> dict[str, Any]:
+def _compared(changes: Mapping[str, object]) -> dict[str, object]:
     """Return changes without the fields that are not compared, in nested configurations too."""
     kept = {
         name: _compared(value) if name.endswith("_config") and isinstance(value, dict) else value
@@ -172,26 +172,26 @@ def _compared(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value != {} or changes[name] == {}}
 
 
-def exported_generation_config(recipe: Recipe, config: GenerationConfig) -> dict[str, Any]:
+def exported_generation_config(recipe: Recipe, config: GenerationConfig) -> dict[str, object]:
     """Return generation_config.json as the base wrote it, or that of `config` if the base has none."""
     folder = base_folder(recipe)
     written = _read_object(folder / "generation_config.json") if folder is not None else None
     return written or json.loads(config.to_json_string())
 
 
-def _read_object(path: Path | None) -> dict[str, Any] | None:
+def _read_object(path: Path | None) -> dict[str, object] | None:
     if path is None:
         return None
     try:
-        found: Any = json.loads(path.read_bytes())
+        found: object = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def _remove_quantisation(config: dict[str, Any]) -> None:
+def _remove_quantisation(config: dict[str, object]) -> None:
     for key in SETTINGS:
         config.pop(key, None)
     for nested in config.values():
         if isinstance(nested, dict):
-            _remove_quantisation(cast("dict[str, Any]", nested))
+            _remove_quantisation(cast("dict[str, object]", nested))

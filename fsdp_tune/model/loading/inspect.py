@@ -133,7 +133,7 @@ def _facts(
     from fsdp_tune.model.loading.saved_layout import base_layout, published_names
     from fsdp_tune.model.shard.local import count_elements
 
-    changes: dict[str, Any] = {} if packaged else construct.config_changes(recipe)
+    changes: dict[str, object] = {} if packaged else construct.config_changes(recipe)
     folder = base_folder(recipe)
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
     tensors = account.record().of_base(name, revision) if account is not None else record_of_run(recipe)
@@ -192,7 +192,7 @@ def _kept_notices(recipe: Recipe, model: Any) -> list[Notice]:
     return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
 
 
-def _adapter(recipe: Recipe, model: Any) -> dict[str, Any]:
+def _adapter(recipe: Recipe, model: Any) -> dict[str, object]:
     from fsdp_tune.model.adapters.lora import adapter_config, name_in_base, name_in_file
     from fsdp_tune.model.adapters.nf4 import describe_nf4, layers_in_4_bits
 
@@ -248,7 +248,7 @@ def _untrained_parts(model: Any) -> list[Notice]:
     return [Notice("lora-text-alone", message)]
 
 
-def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
+def _wrapping(recipe: Recipe, model: Any) -> dict[str, object]:
     from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
     from fsdp_tune.model.shard.local import count_elements
 
@@ -300,15 +300,17 @@ def _limits(recipe: Recipe, model: Any, *, packaged: bool, positions: int | None
 
 
 def main() -> None:
+    """Print the facts of the recipe on stdin, and keep them in ENTRY; STARTED_NS as for `Reads`."""
+    entry, started_ns = [*sys.argv[1:3], None, None][:2]
     recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
     with (
-        Reads(int(sys.argv[2]) if len(sys.argv) > 2 else None) as reads,
+        Reads(None if started_ns is None else int(started_ns)) as reads,
         contextlib.redirect_stdout(sys.stderr),
     ):  # libraries print; stdout must contain one document only
         found = find_facts(recipe)
     sys.stdout.write(found.to_json())
-    if len(sys.argv) > 1:
-        kept_inspections.keep(Path(sys.argv[1]), recipe, found, reads)
+    if entry is not None:
+        kept_inspections.keep(Path(entry), recipe, found, reads)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def _tokens_of_text(config: PreTrainedConfig) -> torch.Tensor:
     return torch.tensor([[token for token in range(vocabulary) if token not in named][:_TOKENS]])
 
 
-def _named_tokens(config: dict[str, Any]) -> set[int]:
+def _named_tokens(config: dict[str, object]) -> set[int]:
     found: set[int] = set()
     for key, value in config.items():
         if isinstance(value, dict):

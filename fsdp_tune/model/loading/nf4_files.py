@@ -29,7 +29,7 @@ def is_of_bitsandbytes(config: PreTrainedConfig) -> bool:
     return method_of(_settings(config)) == BITSANDBYTES
 
 
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+def _settings(config: PreTrainedConfig) -> dict[str, object]:
     return quantisation_of(config.to_dict())
 
 

@@ -102,7 +102,7 @@ def small_deviations(config: PreTrainedConfig, kernel: str, *, trusts_code: bool
 def _small_model(config: PreTrainedConfig, kernel: str | None, *, trusts_code: bool) -> PreTrainedModel | None:
     text = config.get_text_config()  # of a model of several modalities, whose rows are text
     small = type(text).from_dict(scale_down_config(text.to_dict()))
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": kernel, "trust_remote_code": trusts_code}
+    options: dict[str, object] = {"dtype": torch.float32, "attn_implementation": kernel, "trust_remote_code": trusts_code}
     with torch.device("meta"):
         parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(copy.deepcopy(small), **options).parameters())
     if parameters > MOST_PARAMETERS:

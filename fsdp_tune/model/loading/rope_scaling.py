@@ -47,9 +47,9 @@ def scale_positions(recipe: Recipe, config: PreTrainedConfig) -> None:
         setattr(text, ORIGINAL_POSITIONS, original)
 
 
-def _parameters_by_layer_type(scaling: RopeScaling, config: PreTrainedConfig) -> dict[str | None, dict[str, Any]]:
+def _parameters_by_layer_type(scaling: RopeScaling, config: PreTrainedConfig) -> dict[str | None, dict[str, object]]:
     """Return the parameters that the recipe scales: by layer type, or under None if all layers share them. Raises: usage error."""
-    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    parameters: dict[str, object] = getattr(config, "rope_parameters", None) or {}
     if not parameters or getattr(config, "alibi", False):
         raise usage_error(
             "rope-scaling-without-rope", f"{type(config).__name__} has no rotary positions to scale", where=_WHERE, hint="leave it out"
@@ -85,7 +85,7 @@ def _original_positions(scaling: RopeScaling, own: dict[str | None, dict[str, An
     return int(found)
 
 
-def _scaled(scaling: RopeScaling, own: dict[str, Any], original: int) -> dict[str, Any]:
+def _scaled(scaling: RopeScaling, own: dict[str, object], original: int) -> dict[str, object]:
     """Return `own` with the recipe's scaling; unchanged if it has the same already. Raises: usage error if it has another."""
     fields = scaling.parameters(original)
     if all(own.get(name) == value for name, value in fields.items()):

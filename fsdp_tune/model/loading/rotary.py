@@ -19,7 +19,7 @@ def fix_rotary_frequencies(model: PreTrainedModel, max_length: int) -> None:
     """Compute the frequencies of every rotary embedding for rows of `max_length` tokens, and stop their updates."""
     found: dict[str, int] = {}
     for module in model.modules():
-        rope_type: Any = getattr(module, "rope_type", None)
+        rope_type: object = getattr(module, "rope_type", None)
         if isinstance(rope_type, str) and _depends_on_batch(rope_type):
             found[rope_type] = _fix(module, None, rope_type, max_length)
             module.rope_type = "default"  # type: ignore[assignment]  # `dynamic_rope_update` does not change this one

@@ -128,7 +128,7 @@ def decoded(tensors: Mapping[str, Stored], encodings: Encodings) -> dict[str, St
 def read_weight_map(index: Path) -> dict[str, str]:
     """Return {tensor: file} of an index of weights; {} if the index is damaged, which the loader reports."""
     try:
-        found: Any = json.loads(index.read_bytes())["weight_map"]
+        found: object = json.loads(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError):
         return {}
     return cast("dict[str, str]", found) if isinstance(found, dict) else {}

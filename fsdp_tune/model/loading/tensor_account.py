@@ -42,7 +42,7 @@ class BaseTensors:
 
     types: dict[str, StoredType]
     files: dict[str, Path]
-    quantisation: Mapping[str, Any]
+    quantisation: Mapping[str, object]
 
     def encodings(self) -> Encodings:
         return find_encodings(self.types, self.quantisation)

@@ -79,7 +79,7 @@ def missing_parameters(recipe: Recipe, model: PreTrainedModel, state: Mapping[st
     """Return the parameters that are not `filled`, tied to one that is, or started by rule: those that the class lists as optional, and
     a head that `model.config_overrides` unties."""
     tied = {id(state[name]) for name in filled if name in state}
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     if head is not None and recipe.model.config_overrides.get(TIE_KEY) is False:
         tied.add(id(head.weight))
     optional = [re.compile(pattern) for pattern in MAY_BE_MISSING.of(model) or ()]

@@ -104,7 +104,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
         for part, square in zip(parts, squares, strict=True):
             part.apply((square / part.shape.numel()).sqrt().float())
 
-    def _part(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> _ParameterPart:
+    def _part(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, object]) -> _ParameterPart:
         state = self.state[parameter]
         if not state:
             state |= {"step": torch.zeros((), dtype=torch.float32), **_zero_moments(parameter)}
@@ -117,7 +117,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
         decay = 1.0 - self._steps[parameter] ** DECAY_RATE
         return _ParameterPart(local_part(parameter), local_part(gradient), moments, parameter.shape, sharding_of(parameter), group, decay)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         super().load_state_dict(state_dict)
         restore_moments(self, state_dict, torch.float32)
         self._steps.clear()

@@ -13,11 +13,11 @@ from fsdp_tune.model.shard.local import local_part
 class AdamW(torch.optim.AdamW):
     """AdamW whose `state` holds DTensors where parameters are DTensors, as in torch, so that checkpoints are the same."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: object) -> None:
         INIT_GROUP.get()  # torch would update slowly, not wrongly, if it no longer called the method below
         super().__init__(*args, **options)
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _init_group(self, group: dict[str, object], *lists: list[torch.Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Fill the lists for the kernel (parameters, gradients, moments, steps, by position) and replace DTensors by local tensors."""
         is_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
 
 import torch
 
@@ -57,11 +56,11 @@ def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
             buffer: torch.Tensor = new_buffer(self, torch.empty_like(p, dtype=torch.float32), signed)
             return buffer
 
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        def load_state_dict(self, state_dict: dict[str, object]) -> None:
             super().load_state_dict(state_dict)
             restore_moments(self, state_dict, torch.float32)
 
-        def add_param_group(self, param_group: dict[str, Any]) -> None:
+        def add_param_group(self, param_group: dict[str, object]) -> None:
             rate = param_group.get("lr", self.defaults["lr"])
             super().add_param_group(param_group)
             self.param_groups[-1]["lr"] = rate

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,7 +88,7 @@ class LeanAdamW(torch.optim.AdamW):
                 if piece.dtype != values.dtype:  # otherwise the kernel updated the stored tensor itself
                     piece.copy_(round_stochastically(values, index, key) if is_stochastic else values)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         super().load_state_dict(state_dict)
         restore_moments(self, state_dict, self.state_dtype)
         self._steps.clear()
@@ -109,8 +109,18 @@ def _flat(tensor: Any) -> torch.Tensor:
     return local_part(tensor).detach().view(-1)
 
 
-def _pieces(parameter: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield pieces of this rank's part: first position in the part, number of elements, and row-major index in the full tensor.
+class _Piece(NamedTuple):
+    """Consecutive elements of this rank's part of a parameter."""
+
+    start: int
+    """In the part."""
+    length: int
+    full_index: int
+    """Row-major, of the first element in the full tensor."""
+
+
+def _pieces(parameter: torch.Tensor) -> Iterator[_Piece]:
+    """Yield pieces of this rank's part.
 
     A part consists of full rows (`Shard(0)`), or of rows of each expert of a stack (`Shard(1)`).
     """
@@ -122,7 +132,7 @@ def _pieces(parameter: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     run, stride, first = math.prod(shape[dim:]), math.prod(total[dim:]), rows * math.prod(total[dim + 1 :])
     for number in range(math.prod(shape[:dim])):
         for start in range(0, run, PIECE):
-            yield number * run + start, min(PIECE, run - start), number * stride + first + start
+            yield _Piece(number * run + start, min(PIECE, run - start), number * stride + first + start)
 
 
 # ---- Stochastic rounding fp32 → bf16: up or down with probabilities that preserve the mean, so that small changes add up.

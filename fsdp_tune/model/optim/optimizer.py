@@ -110,7 +110,7 @@ def create_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]
     return LeanAdamW(groups, **options, state_dtype=kept_in, rounds_parameters=given.get(STOCHASTIC, False), seed=training.seed)
 
 
-def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: frozenset[str] | None) -> dict[str, Any]:
+def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: frozenset[str] | None) -> dict[str, object]:
     """Return the options of the group of a parameter: those of the first of `training.parameter_groups` that matches, or the recipe's.
 
     In LoRA+ (arXiv:2402.12354) the learning rate of every B is `lora.loraplus_lr_ratio` times that of A. `matrices` are the names for Muon.
@@ -121,11 +121,15 @@ def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: fr
         decay = float(training_value(recipe.training, "weight_decay")) if name in decayed else 0.0
     if recipe.lora is not None and recipe.lora.loraplus_lr_ratio != 1.0 and (".lora_B." in name or ".lora_embedding_B." in name):
         rate = (recipe.training.learning_rate if rate is None else rate) * recipe.lora.loraplus_lr_ratio
-    options = {"weight_decay": decay} | ({} if rate is None else {"lr": rate})
-    return options if matrices is None else options | {ORTHOGONAL: name in matrices}
+    options: dict[str, object] = {"weight_decay": decay}
+    if rate is not None:
+        options["lr"] = rate
+    if matrices is not None:
+        options[ORTHOGONAL] = name in matrices
+    return options
 
 
-def options_by_parameter(recipe: Recipe, model: nn.Module, decayed: frozenset[str]) -> dict[str, dict[str, Any]]:
+def options_by_parameter(recipe: Recipe, model: nn.Module, decayed: frozenset[str]) -> dict[str, dict[str, object]]:
     """Return the options of each trained parameter's group by its name; the model may be on the meta device."""
     matrices = orthogonalised_names(model, decayed) if optimizer_of(recipe.training)[0] is Muon else None
     names = [plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -29,7 +29,7 @@ class _Inputs:
     """Copies on the host, or the original tensors if they stay."""
     back: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     """Copies on the device, complete or in flight, by index."""
-    arrived: Any = None
+    arrived: object = None
 
 
 class HostCopies:
@@ -38,7 +38,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._device = torch.device("cpu")
         self._stream: Any = None
-        self._leaving: list[tuple[Any, torch.Tensor]] = []
+        self._leaving: list[tuple[object, torch.Tensor]] = []
         self._last: weakref.ref[_Inputs] | None = None
 
     @contextlib.contextmanager
@@ -86,7 +86,7 @@ class HostCopies:
             inputs.back[index] = torch.empty_like(host, device=self._device)
             inputs.arrived = self._copy(host, inputs.back[index])
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> object:
         """Copy after all work issued so far, since the allocator relies on the order of the compute stream. Return the completion event."""
         module = self._module
         if self._stream is None:

@@ -43,7 +43,8 @@ def require_torchao(what: str, oldest: tuple[int, int] = (0, 0)) -> None:
 
 def is_fp8(module: nn.Module) -> bool:
     """Return whether a module is torchao's Linear, possibly as the subclass that FSDP2 creates."""
-    torchao: Any = sys.modules.get("torchao.float8.float8_linear")  # importing it takes a second; if it is not imported, no module is fp8
+    # Importing it takes a second; if it is not imported, no module is fp8.
+    torchao = sys.modules.get("torchao.float8.float8_linear")
     return torchao is not None and isinstance(module, torchao.Float8Linear)
 
 
@@ -53,7 +54,7 @@ def multiplied_as(tensor: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def plain(tensor: Any) -> Any:
+def plain(tensor: object) -> Any:
     """Return the shard inside torchao's tensor subclass, sharing its memory; any other tensor is returned unchanged."""
     if isinstance(tensor, DTensor):
         local = LOCAL_TENSOR.of(tensor)

@@ -28,13 +28,13 @@ aten = torch.ops.aten
 
 # Attention and matrix products have most of a layer's FLOPs; the other operations are cheap to recompute.
 @functools.cache
-def _attention_operators() -> frozenset[Any]:
+def _attention_operators() -> frozenset[object]:
     return frozenset(name.get() for name in ATTENTION_OPERATORS)
 
 
 # Unlike in torchtitan, top-k is not saved: transformers' routers divide its values in place, and saved values must not change.
 @functools.cache
-def _products() -> frozenset[Any]:
+def _products() -> frozenset[object]:
     return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, SCALED_MM.get()})
 
 
@@ -53,7 +53,7 @@ _DROPOUT = frozenset({"dropout_p", "p_dropout"})
 """The argument in torch's operators and in those of the flash-attn packages."""
 
 
-def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _draws(op: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Return whether an attention operator draws a dropout mask. If its saved result were used instead, it would not advance the random
     generator when recomputing, and all later masks of the layer would differ from those of the forward."""
     for index, argument in enumerate(SCHEMA.of(op).arguments):
@@ -69,7 +69,7 @@ class _SaveAttentionAndEverySecondMatmul:
     def __init__(self) -> None:
         self.matmuls = {False: 0, True: 0}
 
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, context: Any, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         if _is_attention(op):
             return CheckpointPolicy.PREFER_RECOMPUTE if _draws(op, args, kwargs) else CheckpointPolicy.MUST_SAVE
         if op in _products():
@@ -110,10 +110,10 @@ class _Sample:
         return cls(op.overloadpacket.__name__, output[some].to(torch.float32, copy=True), allowed)
 
 
-def _sampling(samples: list[_Sample]) -> contextlib.AbstractContextManager[Any]:
+def _sampling(samples: list[_Sample]) -> contextlib.AbstractContextManager[object]:
     """Take samples of the matrix products and attention that run in the context, or are answered by a mode around it."""
 
-    def see(op: Any, result: Any) -> None:
+    def see(op: object, result: object) -> None:
         if op in _products() or _is_attention(op):
             output = result[0] if isinstance(result, tuple | list) else result
             if type(output) is torch.Tensor:
@@ -141,7 +141,7 @@ class RecomputationCheck:
     def __exit__(self, *_: object) -> None:
         RecomputationCheck.entered = None
 
-    def contexts(self, layer: str, inner: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    def contexts(self, layer: str, inner: Callable[[], tuple[object, object]]) -> tuple[object, object]:
         """Return contexts of one forward of a layer and of its recomputation, within those of `inner`."""
         samples: tuple[list[_Sample], list[_Sample]] = [], []
         self._layers.append((layer, *samples))
@@ -195,15 +195,15 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
         layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
 
 
-def _checkpointed(name: str, layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., Any]:
+def _checkpointed(name: str, layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., object]:
     layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may replace it
 
     @functools.wraps(layer.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: object) -> object:
         original: Any = layer.recomputed_forward
         if not (layer.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
-        options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+        options: dict[str, object] = {"context_fn": _selective_contexts} if selective else {}
         if (check := RecomputationCheck.entered) is not None:
             options["context_fn"] = functools.partial(check.contexts, name, _selective_contexts if selective else noop_context_fn)
         saves = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **options)
@@ -217,14 +217,16 @@ def _checkpointed(name: str, layer: nn.Module, *, selective: bool, copies: HostC
     return forward
 
 
-def _by_own_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
+def _by_own_tensors(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[Callable[..., object], list[object]]:
     """Return the call as a function of the layer's own tensors, those with a gradient; inputs shared by all layers are bound to it."""
     values = {**dict(enumerate(args)), **kwargs}
     own = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
-    shared: dict[Any, Any] = {key: None if key in own else value for key, value in values.items()}
+    shared: dict[object, object] = {key: None if key in own else value for key, value in values.items()}
     positions, names, owned = range(len(args)), tuple(kwargs), tuple(own)
 
-    def call(*tensors: torch.Tensor) -> Any:
+    def call(*tensors: torch.Tensor) -> object:
         filled = {**shared, **dict(zip(owned, tensors, strict=True))}
         return function(*(filled[position] for position in positions), **{name: filled[name] for name in names})
 

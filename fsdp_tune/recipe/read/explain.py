@@ -10,15 +10,14 @@ from pydantic import ValidationError
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable, shown
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.read.yaml_source import UNSPACED, ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
-from fsdp_tune.recipe.schema.keys import choices, closest, dotted, element_words, field_at, field_words, sections_in, unknown_key_hint
+from fsdp_tune.recipe.schema.keys import choices, closest, element_words, field_at, field_words, sections_in, unknown_key_hint
 from fsdp_tune.recipe.schema.kinds import STRATEGIES, Text
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Training
 from fsdp_tune.recipe.schema.sections import EVAL_TAGS
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, installed_transformers, mismatch, owner_of, version_gap
-
-Path = tuple[str | int, ...]
 
 
 def node_at(tree: Node, path: Sequence[str | int]) -> Node | None:
@@ -45,9 +44,9 @@ def where_of(tree: Node, path: Sequence[str | int], *, key: bool = False) -> Whe
     raise AssertionError("a tree has a root")
 
 
-def explain(error: ValidationError, tree: MappingNode) -> dict[Path, Problem]:
+def explain(error: ValidationError, tree: MappingNode) -> dict[KeyPath, Problem]:
     """Return one problem for each wrong path."""
-    problems: dict[Path, Problem] = {}
+    problems: dict[KeyPath, Problem] = {}
     for details in error.errors(include_url=False):
         loc = _without_tag(details["loc"])
         path = _given_part(tree, loc)
@@ -61,12 +60,12 @@ def explain(error: ValidationError, tree: MappingNode) -> dict[Path, Problem]:
     return problems
 
 
-def _without_tag(loc: Path) -> Path:
+def _without_tag(loc: KeyPath) -> KeyPath:
     """Remove the tag that pydantic adds to a location for the chosen form of `data.eval`."""
     return (*loc[:2], *loc[3:]) if loc[:2] == ("data", "eval") and loc[2:3] and loc[2] in EVAL_TAGS else loc
 
 
-def _given_part(tree: Node, loc: Path) -> Path:
+def _given_part(tree: Node, loc: KeyPath) -> KeyPath:
     """Return the longest prefix of a pydantic location that exists in the file; the rest are names of union branches."""
     for length in range(len(loc), 0, -1):
         if node_at(tree, loc[:length]) is not None:
@@ -74,7 +73,7 @@ def _given_part(tree: Node, loc: Path) -> Path:
     return ()
 
 
-def unknown_key(tree: MappingNode, path: Path) -> Problem:
+def unknown_key(tree: MappingNode, path: KeyPath) -> Problem:
     node = node_at(tree, path)
     hint = unknown_key_hint(path, plain_value(node) if node is not None else None)
     if path == ("data", "eval", "rows"):
@@ -82,7 +81,7 @@ def unknown_key(tree: MappingNode, path: Path) -> Problem:
     return Problem("unknown-key", f"unknown key `{shown(dotted(path))}`", where_of(tree, path, key=True), hint)
 
 
-def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Problem:
+def wrong_value(tree: MappingNode, path: KeyPath, reason: str | None = None) -> Problem:
     """Return the problem of a wrong value. `reason` is the validator's message, if it has one (sizes, durations)."""
     node, field = node_at(tree, path), field_at(path)
     in_list = bool(path) and isinstance(path[-1], int)
@@ -103,20 +102,20 @@ def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Pro
     return Problem("wrong-value", f"`{dotted(path)}` is {given(node)}; it takes {takes}", where, hint)
 
 
-def _free_words(path: Path) -> str:
+def _free_words(path: KeyPath) -> str:
     """Describe the values of a key below a free mapping: text in `launch.env` and `rename_columns`, else unknown."""
     parent = field_at(path[:-1])
     of_text = parent is not None and any(get_args(each)[1:2] in ((str,), (Text,)) for each in _mappings_in(parent.annotation))
     return "text" if of_text else "another value"
 
 
-def _mappings_in(annotation: Any) -> list[Any]:
+def _mappings_in(annotation: object) -> list[object]:
     if get_origin(annotation) is dict:
         return [annotation]
     return [found for argument in get_args(annotation) for found in _mappings_in(argument)]
 
 
-def _unspaced_hint(path: Path, node: Node | None) -> str | None:
+def _unspaced_hint(path: KeyPath, node: Node | None) -> str | None:
     """Return a hint for a missing space after a colon: YAML reads `name_or_path:gpt2` alone under `model:` as text."""
     field = field_at(path)
     match = UNSPACED.fullmatch(node.text) if isinstance(node, ScalarNode) and node.plain else None
@@ -126,7 +125,7 @@ def _unspaced_hint(path: Path, node: Node | None) -> str | None:
     return f"write a space after the colon: `{match['key']}: {shown(match['value'])}`" if match["key"] in names else None
 
 
-def _source_hint(path: Path, node: Node | None) -> str | None:
+def _source_hint(path: KeyPath, node: Node | None) -> str | None:
     """Return a hint for a file name, or a single source, in place of a list of sources."""
     if path[:1] != ("data",) or path[1:2] not in (("train",), ("eval",)):
         return None
@@ -153,7 +152,7 @@ def _quotes_hint(node: Node | None, takes: str) -> str | None:
     return None
 
 
-def _section_hint(path: Path, node: Node | None) -> str | None:
+def _section_hint(path: KeyPath, node: Node | None) -> str | None:
     """Return a hint for the value of a key in place of its section: `precision: bf16`, `model: gpt2`."""
     field = field_at(path)
     if field is None or not isinstance(node, ScalarNode) or not isinstance(node.value, str):
@@ -244,13 +243,13 @@ def _is_more_than_text(text: str) -> bool:
         return False
 
 
-def check_training(tree: MappingNode) -> dict[Path, Problem]:
+def check_training(tree: MappingNode) -> dict[KeyPath, Problem]:
     """Check the fields of `training:` that are not in the schema against the table of TrainingArguments."""
     section = node_at(tree, ("training",))
-    problems: dict[Path, Problem] = {}
+    problems: dict[KeyPath, Problem] = {}
     installed = installed_transformers()
     for name, entry in entries_of(section).items():
-        path: Path = ("training", name)
+        path: KeyPath = ("training", name)
         if name in Training.model_fields or (isinstance(entry.node, ScalarNode) and entry.node.broken):
             continue
         where = where_of(tree, path, key=True)
@@ -296,13 +295,13 @@ def _enum_values(name: str) -> list[str]:
     return [value for kind in TRAINING_FIELDS.fields[name].types for value in TRAINING_FIELDS.enums.get(kind, ())]
 
 
-_FREE: tuple[Path, ...] = (("model", "from_config"), ("model", "config_overrides"))
+_FREE: tuple[KeyPath, ...] = (("model", "from_config"), ("model", "config_overrides"))
 
 
-def check_free_mappings(tree: MappingNode, *, training: Mapping[str, Any] = TRAINING_FIELDS.fields) -> dict[Path, Problem]:
+def check_free_mappings(tree: MappingNode, *, training: Mapping[str, Any] = TRAINING_FIELDS.fields) -> dict[KeyPath, Problem]:
     """Report values such as `no` or `0123` below keys that take any mapping, where no type would detect them."""
     places = [*_FREE, *(("training", name) for name, field in training.items() if "dict" in field.types)]
-    problems: dict[Path, Problem] = {}
+    problems: dict[KeyPath, Problem] = {}
     for path in places:
         node = node_at(tree, path)
         for inner, scalar in _scalars(node, path) if isinstance(node, MappingNode | ListNode) else []:
@@ -312,7 +311,7 @@ def check_free_mappings(tree: MappingNode, *, training: Mapping[str, Any] = TRAI
     return problems
 
 
-def _scalars(node: Node, path: Path) -> list[tuple[Path, ScalarNode]]:
+def _scalars(node: Node, path: KeyPath) -> list[tuple[KeyPath, ScalarNode]]:
     if isinstance(node, ScalarNode):
         return [(path, node)]
     named = [(name, entry.node) for name, entry in node.entries.items()] if isinstance(node, MappingNode) else enumerate(node.items)

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.units import shown
+from fsdp_tune.recipe.key_paths import NamePath, dotted
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingEntry, MappingNode, Node, ScalarNode, Value, entries_of, plain_value
-from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.kinds import STRATEGIES
 
-Path = tuple[str, ...]
 Change = Callable[[Value], Value]
 
 
@@ -28,7 +27,7 @@ class Translation:
     notices: list[Notice] = field(default_factory=list[Notice])
     problems: list[Problem] = field(default_factory=list[Problem])
 
-    def find(self, path: Path) -> MappingEntry | None:
+    def find(self, path: NamePath) -> MappingEntry | None:
         node: Node = self.tree
         entry: MappingEntry | None = None
         for part in path:
@@ -38,7 +37,7 @@ class Translation:
             node = entry.node
         return entry
 
-    def take(self, path: Path) -> MappingEntry | None:
+    def take(self, path: NamePath) -> MappingEntry | None:
         entry = self.find(path)
         parent = self.find(path[:-1])
         holder = self.tree if len(path) == 1 else parent.node if parent is not None else None
@@ -46,7 +45,7 @@ class Translation:
             del holder.entries[path[-1]]
         return entry
 
-    def put(self, path: Path, entry: MappingEntry, old: str) -> None:
+    def put(self, path: NamePath, entry: MappingEntry, old: str) -> None:
         """Set the new spelling; add a problem if it already has another value."""
         holder = self.tree
         for part in path[:-1]:
@@ -68,7 +67,7 @@ class Translation:
     def add_problem(self, where: Where, key: str, message: str, hint: str | None = None) -> None:
         self.problems.append(Problem("no-counterpart", message, at(where, key), hint))
 
-    def change_with_notice(self, path: Path, change: Change) -> None:
+    def change_with_notice(self, path: NamePath, change: Change) -> None:
         """Change a value in place, with a notice if it differs."""
         entry = self.find(path)
         if entry is None or not isinstance(entry.node, ScalarNode):
@@ -79,7 +78,7 @@ class Translation:
             key = dotted(path)
             self.add_notice(entry.where, key, f"`{key}: {node_text(old)}` is now `{key}: {node_text(entry.node)}`")
 
-    def replace(self, path: Path, change: Change) -> None:
+    def replace(self, path: NamePath, change: Change) -> None:
         """Change a value in place, without a notice."""
         entry = self.find(path)
         if entry is not None:
@@ -125,7 +124,7 @@ def _strategy(value: Value) -> Value:
     return STRATEGY_NUMBERS.get(value, value) if isinstance(value, int) and not isinstance(value, bool) else _upper(value)
 
 
-RENAMED: tuple[tuple[Path, Path, Change | None], ...] = (
+RENAMED: tuple[tuple[NamePath, NamePath, Change | None], ...] = (
     (("training", "gradient_checkpointing"), ("fsdp", "activation_checkpointing"), _recompute),
     (("training", "activation_checkpointing"), ("fsdp", "activation_checkpointing"), _recompute),
     (("fsdp", "gradient_checkpointing"), ("fsdp", "activation_checkpointing"), _recompute),
@@ -152,7 +151,7 @@ UPPERCASED = ("auto_wrap_policy", "backward_prefetch", "state_dict_type")
 class Dropped:
     """A removed key. `fine` is the value that the package always uses; any other value is refused."""
 
-    path: Path
+    path: NamePath
     fine: Value | None
     """None: any value is accepted and has no effect."""
     reason: str
@@ -258,7 +257,7 @@ def take_aliases(tree: MappingNode) -> None:
             entry.node.value = entry.node.text  # a variable is text, and this is the text as written in the file
 
 
-def _option_string(work: Translation, place: Path) -> None:
+def _option_string(work: Translation, place: NamePath) -> None:
     """Translate `full_shard auto_wrap offload`, a list of such words, or `true`."""
     entry = work.find(place)
     if entry is None or isinstance(entry.node, MappingNode):
@@ -296,7 +295,7 @@ def _option_string(work: Translation, place: Path) -> None:
             work.add_problem(entry.where, "fsdp", f"`{shown(word)}` is not an option of `{dotted(place)}`", f"options are {known}")
 
 
-def _config_section(work: Translation, place: Path) -> None:
+def _config_section(work: Translation, place: NamePath) -> None:
     """Move the keys of Accelerate's and transformers' `fsdp_config` to `fsdp:`, where `_prefixes` removes their prefix."""
     entry = work.find(place)
     if entry is None:

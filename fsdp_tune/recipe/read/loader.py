@@ -1,95 +1,42 @@
-"""Read a recipe file, `--set` and options that set keys into a checked recipe; the only reader of recipes.
-
-Every error is collected before raising. `--set a.b=value` is merged into the tree of the file: the same scalars and flow values as in the
-file; errors cite `--set #2`. An option that sets a key (`plan --num-gpus 4`) is handled in the same way, and errors cite the option. The
-recipes that are installed with the package are found by name.
-"""
+"""Read a recipe file with its overrides into a checked recipe; the only reader of recipes. Every error is collected before raising."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 from pydantic import ValidationError
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable, shown
-from fsdp_tune.core.version import shipped
+from fsdp_tune.core.units import printable
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
+from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
-from fsdp_tune.recipe.read.legacy import Translation, settle, take_aliases, translate
+from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
+from fsdp_tune.recipe.read.overrides import OptionOverride, apply_overrides
 from fsdp_tune.recipe.read.tool_detection import SCRIPTS, foreign_tool
-from fsdp_tune.recipe.read.wrong_values import KeyPath, broken, drop, touches, without
+from fsdp_tune.recipe.read.wrong_values import broken, drop, touches, without
 from fsdp_tune.recipe.read.yaml_source import (
     ListNode,
-    MappingEntry,
     MappingNode,
     Node,
     ScalarNode,
-    check_characters,
     compose,
-    entries_of,
     plain_value,
     read_text,
 )
 from fsdp_tune.recipe.rules.contradictions import REMARKS, RULES
 from fsdp_tune.recipe.rules.without_effect import inactive_keys
-from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, closest, dotted, field_at, has_default, refused, sections_in
+from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, field_at, refused, sections_in
 from fsdp_tune.recipe.schema.kinds import check_run_name
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.world import WORLD_RULES, World
-
-SUFFIXES = (".yaml", ".yml", ".json")
-
-
-def catalogue_directory() -> Path:
-    """Return `fsdp_tune/configs` of an installed wheel, or `configs/` of a checkout."""
-    return shipped("configs", "configs")
-
-
-def catalogue() -> dict[str, Path]:
-    """Return the file of each recipe by name, sorted by name."""
-    return {path.stem: path for path in sorted(catalogue_directory().glob("*.yaml"))}
-
-
-def find_recipe(source: str) -> Path:
-    """Return the path of a recipe, given as a path or as a catalogue name; an existing file takes precedence. The loader opens it later."""
-    path, recipes = Path(source), catalogue()
-    looks_like_path = path.suffix in SUFFIXES or "/" in source
-    if source in recipes and not path.is_file():
-        return recipes[source]
-    if looks_like_path or path.exists() or path.is_symlink():
-        if not (path.exists() or path.is_symlink()) and path.stem in recipes:
-            hint = f"the catalogue has a recipe of this name: `--config {path.stem}`, or `fsdp-tune recipes copy {path.stem}`"
-            raise usage_error("recipe-not-found", f"there is no file `{source}`", hint=hint)
-        return path
-    near = closest(source, list(recipes))
-    hint = f"did you mean `{near}`?" if near else "`fsdp-tune recipes list` shows the catalogue; to use a file, pass its path"
-    raise usage_error("recipe-not-found", f"there is no file and no catalogue recipe `{source}`", hint=hint)
-
-
-def headline(path: Path) -> str:
-    """Return the first comment line of a recipe, which states its purpose."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        text = line.lstrip("# ").strip()
-        if line.startswith("#") and text and not text.startswith("yaml-language-server"):
-            return text
-    return ""
-
-
-def architecture(name: str) -> dict[str, Any] | None:
-    """Return the bundled `config.json` fields of a hub model, for use without network access; None for a model without a bundled config."""
-    raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes())
-    facts = raw.get(name)
-    return dict(facts) if facts is not None else None
-
 
 IMPORTED_FROM, BY_IMPORT = "# Imported from ", " by `fsdp-tune import`."
 """Begin and end of the first line of a recipe that `import` has written."""
@@ -217,7 +164,7 @@ def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]
 
 def _refuse_other_tools(tree: MappingNode, path: Path) -> None:
     """Raises: usage error for the configuration of another trainer, instead of one for each of its keys."""
-    values = cast("dict[str, Any]", plain_value(tree))
+    values = cast("dict[str, object]", plain_value(tree))
     tool = foreign_tool(values)
     if tool is not None:
         raise _not_a_recipe(f"a configuration of {tool}", path)
@@ -244,24 +191,33 @@ def _drop_empty_sections(tree: MappingNode, path: tuple[str, ...]) -> None:
             del tree.entries[key]
 
 
-def _validate(tree: MappingNode) -> tuple[Recipe | None, set[str], list[Problem]]:
-    """Return the recipe without its wrong values, the keys that were dropped, and the problems.
+class _Validated(NamedTuple):
+    """A recipe without its wrong values. `recipe`: None if the others are wrong together."""
+
+    recipe: Recipe | None
+    dropped: set[str]
+    """Keys whose values were wrong."""
+    problems: list[Problem]
+
+
+def _validate(tree: MappingNode) -> _Validated:
+    """Validate the values of a tree, and drop those that are wrong.
 
     The remaining values are still validated, so that one error reports contradictions elsewhere too.
     """
-    data: Any = plain_value(tree)
+    data: object = plain_value(tree)
     problems: dict[KeyPath, Problem] = check_training(tree) | check_free_mappings(tree)
     dropped: set[str] = set()
     for path in (*broken(tree, ()), *problems):
         drop(data, path, dropped)
     for _ in range(3):
         try:
-            return Recipe.model_validate(data), dropped, list(problems.values())
+            return _Validated(Recipe.model_validate(data), dropped, list(problems.values()))
         except ValidationError as error:
             for path, problem in explain(error, tree).items():
                 problems.setdefault(path, problem)
                 drop(data, path[:-1] if problem.code == "missing-key" else path, dropped)
-    return None, dropped, list(problems.values())
+    return _Validated(None, dropped, list(problems.values()))
 
 
 def _named(recipe: Recipe, path: Path, name: str | None) -> tuple[Recipe, list[Problem]]:
@@ -319,169 +275,3 @@ def _order(found: Problem | Notice) -> tuple[int, int, int, str]:
         return 0, where.line, where.column or 0, found.code
     number = re.fullmatch(r"--set #(\d+)", where.source or "")
     return (1, int(number[1]), 0, found.code) if number else (2, 0, 0, found.code)
-
-
-# ---- Options that set keys
-
-_Keys = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OptionOverride:
-    """A key that is set by an option other than `--set`."""
-
-    option: str
-    """As the user wrote it: `--num-gpus 4`."""
-    override: str
-    """The equivalent `--set` argument: `launch.num_processes=4`."""
-
-
-def apply_overrides(
-    tree: MappingNode, overrides: Sequence[str], options: Sequence[OptionOverride] = ()
-) -> tuple[list[Notice], list[Problem]]:
-    """Merge every `--set` into `tree`, in order, then every option. An invalid one is reported as a problem and skipped."""
-    entries, notices, problems = _read_overrides(overrides, options)
-    for path, entry, where in entries:
-        if lost := _lost(tree, path, entry):
-            keys = enumerated([f"`{shown(name)}`" for name in lost], "and")
-            message = f"`{shown(dotted(path))}` is replaced entirely: {keys} of the file no longer apply"
-            hint = f"to set a single key: `--set {shown(dotted((*path, lost[0])))}=VALUE`"
-            notices.append(Notice("section-replaced", message, Where(where.source, key=dotted(path)), hint))
-        problems.extend(_put(tree, path, entry, where))
-    return notices, problems
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    value: Any
-    where: Where
-
-
-def read_overrides(overrides: Sequence[str]) -> dict[tuple[str | int, ...], Override]:
-    """Return what each `--set` says by the path of its key, in order; no path is a part of another.
-
-    Raises: FsdpTuneError for one that is not `KEY=VALUE`, or sets what another one sets.
-    """
-    entries, _, problems = _read_overrides(overrides)
-    if problems:
-        raise FsdpTuneError(*problems)
-    return {path: Override(plain_value(entry.node), where) for path, entry, where in entries}
-
-
-def _read_overrides(
-    overrides: Sequence[str], options: Sequence[OptionOverride] = ()
-) -> tuple[list[tuple[_Keys, MappingEntry, Where]], list[Notice], list[Problem]]:
-    """Return the entries that every `--set` and then every option sets, none of which is a part of another."""
-    found: list[tuple[_Keys, MappingEntry, Where]] = []
-    notices: list[Notice] = []
-    problems: list[Problem] = []
-    given = [(Where(f"--set #{number}"), text) for number, text in enumerate(overrides, start=1)]
-    for where, text in [*given, *((Where(each.option), each.override) for each in options)]:
-        try:
-            branch = _parse(text, where)
-        except FsdpTuneError as error:
-            problems.extend(error.problems)
-            continue
-        translated, wrong = translate(branch)
-        notices.extend(translated)
-        problems.extend(wrong)
-        take_aliases(branch)
-        for path, entry in _leaves(branch, ()):
-            if (earlier := _overlap(path, found)) is not None:
-                message = f"`{shown(dotted(path))}` is set twice: {where} and {earlier}"
-                problems.append(Problem("duplicate-key", message, Where(where.source, key=dotted(path)), "keep one of them"))
-            else:
-                found.append((path, entry, where))
-    return found, notices, problems
-
-
-def _parse(text: str, where: Where) -> MappingNode:
-    """Return `a.b=v` as the mapping {a: {b: v}}. Raises: FsdpTuneError with an example of the syntax."""
-    key, separator, raw = check_characters(text, where).partition("=")
-    parts = key.strip().split(".")
-    if not separator or not all(part and part == part.strip() for part in parts):
-        found = re.fullmatch(r"\s*([\w.]+)\s*[:\s]\s*(\S.*)", text)
-        example = f"{found[1]}={shown(found[2])}" if found and not separator else "training.learning_rate=1e-4"
-        problem = Problem("bad-override", f"`{shown(text)}` is not `KEY=VALUE`", where, f"write it as `--set {example}`")
-        raise FsdpTuneError(problem)
-    value = raw.strip()
-    if (index := re.search(r"\[\d*\]", key)) is not None:
-        whole, rest = key[: index.start()], key[index.end() :].strip(". ")
-        hint = (
-            f"set the full list, the other keys too: `--set {shown(whole)}=[{{{shown(rest)}: {shown(value)}}}]`"
-            if rest
-            else f"`--set {shown(whole)}=[…]`"
-        )
-        raise FsdpTuneError(Problem("bad-override", f"`{shown(key)}` leads into a list", Where(where.source, key=whole), hint))
-    if not value:
-        hint = f'`--set {shown(key)}=null` resets it to the default, `--set {shown(key)}=""` is an empty text'
-        raise FsdpTuneError(Problem("no-value", f"`{shown(key)}` has no value", Where(where.source, key=key.strip()), hint))
-    node = _value(value, Where(where.source, key=key.strip()))
-    for part in reversed(parts):
-        node = MappingNode({part: MappingEntry(where, node)}, where, partial=True)
-    assert isinstance(node, MappingNode)
-    return node
-
-
-def _value(text: str, where: Where) -> Node:
-    if text[0] in "[{\"'":
-        node, problems = compose(text, str(where.source), line=None)
-        if problems or node is None:
-            raise FsdpTuneError(*(problems or [Problem("bad-override", f"`{shown(text)}` is not a value", where)]))
-        return node
-    try:
-        value, suspicion = parse_plain(text)
-    except ScalarError as error:
-        raise FsdpTuneError(Problem("not-a-number", str(error), where)) from error
-    return ScalarNode(value, text, plain=True, where=Where(where.source), suspicion=suspicion)
-
-
-def _leaves(node: MappingNode, path: _Keys) -> list[tuple[_Keys, MappingEntry]]:
-    found: list[tuple[_Keys, MappingEntry]] = []
-    for name, entry in node.entries.items():
-        if isinstance(entry.node, MappingNode) and entry.node.partial:
-            found.extend(_leaves(entry.node, (*path, name)))
-        else:
-            found.append(((*path, name), entry))
-    return found
-
-
-def _overlap(path: _Keys, taken: list[tuple[_Keys, MappingEntry, Where]]) -> Where | None:
-    for other, _, where in taken:
-        shorter = min(len(path), len(other))
-        if path[:shorter] == other[:shorter]:
-            return where
-    return None
-
-
-def _lost(tree: MappingNode, path: _Keys, entry: MappingEntry) -> list[str]:
-    """Return the keys of the file that are missing from a mapping that replaces theirs."""
-    before = Translation(tree).find(path)
-    if not isinstance(entry.node, MappingNode) or before is None:
-        return []
-    return [name for name in entries_of(before.node) if name not in entry.node.entries]
-
-
-def _put(tree: MappingNode, path: _Keys, entry: MappingEntry, where: Where) -> list[Problem]:
-    """Write an entry into a tree. The default of a key, null, makes no section: an empty one can mean something, as `lora` does."""
-    is_null = isinstance(entry.node, ScalarNode) and entry.node.value is None and entry.node.plain
-    is_default = is_null and has_default(path)
-    holder = tree
-    for depth, part in enumerate(path[:-1], 1):
-        if is_default and part not in holder.entries:
-            return []
-        inner = holder.entries.setdefault(part, MappingEntry(where, MappingNode({}, where))).node
-        if isinstance(inner, ListNode):
-            hint = f"set the full list: `--set {shown(dotted(path[:depth]))}=[…]`"
-            return [Problem("bad-override", f"`{shown(dotted(path))}` leads into a list", Where(where.source, key=dotted(path)), hint)]
-        if not isinstance(inner, MappingNode):
-            if is_default:
-                return []
-            inner = MappingNode({}, where)
-            holder.entries[part] = MappingEntry(where, inner)
-        holder = inner
-    if is_default:
-        holder.entries.pop(path[-1], None)
-    else:
-        holder.entries[path[-1]] = entry
-    return []

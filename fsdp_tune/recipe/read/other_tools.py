@@ -208,7 +208,7 @@ COUNTERPARTS: dict[str, dict[str, str]] = {
 """Keys with the same unit and scope in a recipe, by tool; under `data.train` and `data.eval` they are of an entry."""
 
 
-def other_tool(values: Mapping[str, Any]) -> str | None:
+def other_tool(values: Mapping[str, object]) -> str | None:
     """Return the tool without an importer whose keys a file has; None if it is none of them."""
     alone = next((tool for key, tool in _ALONE.items() if _has(values, key)), None)
     hits = {tool: sum(_has(values, key) for key in keys) for tool, keys in _TELLING.items()}
@@ -221,7 +221,7 @@ class NoImporter(NamedTuple):
     hint: str
 
 
-def no_importer(tool: str, values: Mapping[str, Any]) -> NoImporter:
+def no_importer(tool: str, values: Mapping[str, object]) -> NoImporter:
     """Return the refusal of a file of a tool without an importer; its hint is what each of its keys is in a recipe."""
     found = [f"`{key}` → `{here}`" for key, here in COUNTERPARTS[tool].items() if _has(values, key)]
     keys = f"these keys have counterparts: {', '.join(found)}" if found else "none of its keys has a counterpart"
@@ -229,11 +229,11 @@ def no_importer(tool: str, values: Mapping[str, Any]) -> NoImporter:
     return NoImporter(f"this is a configuration of {tool}, which has no importer", hint)
 
 
-def _has(values: Mapping[str, Any], key: str) -> bool:
+def _has(values: Mapping[str, object], key: str) -> bool:
     """Return whether a file has a value at a dotted key, as sections or, in a command, as `a.b=value`."""
     if values.get(key) is not None:
         return True
-    found: object = values
+    found: Any = values
     for part in key.split("."):
         found = cast("Mapping[str, object]", found).get(part) if isinstance(found, Mapping) else None
     return found is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 AXOLOTL, TRL, LLAMA_FACTORY, SWIFT = "axolotl", "TRL", "LLaMA-Factory", "ms-swift"
 TORCHTUNE, ACCELERATE, DEEPSPEED, EXAMPLES = "torchtune", "Accelerate", "DeepSpeed", "transformers examples"
@@ -123,7 +123,7 @@ _OBJECTS = {"_component_", "_target_"}
 """Keys that name a Python object, whose arguments are the rest of its section."""
 
 
-def tool_of(values: Mapping[str, Any]) -> str | None:
+def tool_of(values: Mapping[str, object]) -> str | None:
     """Return the tool whose keys a file has; None if it is none, or if two fit equally well."""
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return TORCHTUNE
@@ -143,22 +143,22 @@ def tool_of(values: Mapping[str, Any]) -> str | None:
     return TRL if is_short and TRL in fits else None
 
 
-def _is_soup(values: Mapping[str, Any]) -> bool:
+def _is_soup(values: Mapping[str, object]) -> bool:
     """Return whether a file has Soup's keys: its sections have the names of a recipe's."""
     data = values.get("data")
     return isinstance(values.get("base"), str) and (isinstance(data, dict) or "task" in values) and "recipe_version" not in values
 
 
-def foreign_tool(values: Mapping[str, Any]) -> str | None:
+def foreign_tool(values: Mapping[str, object]) -> str | None:
     """Return the tool of a file that is given as a recipe; None for a recipe, which may have a few keys of another tool."""
-    sections = [cast("dict[str, Any]", values[name]) for name in ("data", "training", "model") if isinstance(values.get(name), dict)]
+    sections = [cast("dict[str, object]", values[name]) for name in ("data", "training", "model") if isinstance(values.get(name), dict)]
     is_nested = _is_soup(values) or "step_scheduler" in values
     if "recipe_version" in values or (not is_nested and any(section and not section.keys() & _OBJECTS for section in sections)):
         return None
     return tool_of(values)
 
 
-def tried(values: Mapping[str, Any]) -> str:
+def tried(values: Mapping[str, object]) -> str:
     """Return, for a file that is not recognised, how many telling keys of each tool it has."""
     found = {tool: len(names & values.keys()) for tool, names in _TELLING.items()}
     return ", ".join(f"{tool} {count}" for tool, count in found.items())

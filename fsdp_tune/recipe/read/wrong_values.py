@@ -8,11 +8,10 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.read.yaml_source import MappingNode, Node, ScalarNode
-from fsdp_tune.recipe.schema.keys import Finding, dotted
+from fsdp_tune.recipe.schema.keys import Finding
 from fsdp_tune.recipe.schema.recipe import Recipe
-
-KeyPath = tuple[str | int, ...]
 
 
 def broken(node: Node, path: KeyPath) -> list[KeyPath]:
@@ -29,10 +28,10 @@ def drop(data: Any, path: KeyPath, dropped: set[str]) -> None:
     numbers = [index for index, part in enumerate(path) if isinstance(part, int)]
     short = path[: numbers[0]] if numbers else path
     dropped.add(dotted(short))
-    holder: dict[Any, Any] | None = data
+    holder: dict[object, object] | None = data
     for part in short[:-1]:
         inner = holder.get(part) if holder is not None else None
-        holder = cast(dict[Any, Any], inner) if isinstance(inner, dict) else None
+        holder = cast(dict[object, object], inner) if isinstance(inner, dict) else None
     if holder is not None and short:
         holder.pop(short[-1], None)
 

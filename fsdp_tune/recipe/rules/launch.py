@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
 from fsdp_tune.core.units import shown
@@ -152,14 +152,14 @@ def mirror_url(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("bad-mirror", keys, message, "name a directory on another disk")
 
 
-def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
+def _texts(value: object, key: str) -> Iterable[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
-        for name, inner in cast(dict[str, Any], value).items():
+        for name, inner in cast(dict[str, object], value).items():
             yield from _texts(inner, f"{key}.{name}" if key else name)
     elif isinstance(value, list):
-        for index, inner in enumerate(cast(list[Any], value)):
+        for index, inner in enumerate(cast(list[object], value)):
             yield from _texts(inner, f"{key}[{index}]")
 
 

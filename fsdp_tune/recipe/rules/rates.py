@@ -85,7 +85,7 @@ def _as_mapping(text: str) -> str:
         found = None
     if not isinstance(found, dict):
         return "a mapping, such as `{num_cycles: 0.5}`"
-    return "`{" + ", ".join(f"{name}: {value}" for name, value in cast("dict[str, Any]", found).items()) + "}`, without quotes"
+    return "`{" + ", ".join(f"{name}: {value}" for name, value in cast("dict[str, object]", found).items()) + "}`, without quotes"
 
 
 def arguments_are_in_range(recipe: Recipe) -> Iterator[Finding]:
@@ -168,7 +168,7 @@ def _wrong_rates(recipe: Recipe, found: Rates) -> str | None:
     return None
 
 
-def _hint(arguments: Mapping[str, Any]) -> str:
+def _hint(arguments: Mapping[str, object]) -> str:
     """Return a hint on the arguments that are given."""
     for name, hint in (
         ("min_lr", "`min_lr` is a learning rate below the highest; a share of it is `min_lr_rate`, for example 0.1"),

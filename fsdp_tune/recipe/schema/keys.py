@@ -19,13 +19,13 @@ from pydantic.fields import FieldInfo
 
 from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.units import enumerated, printable
+from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.schema.kinds import UNDECLARED, Description, Effect, Section
 from fsdp_tune.recipe.schema.near_names import agree
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of, training_value
 from fsdp_tune.recipe.synonyms import synonym_hint
 
-Path = tuple[str | int, ...]
 _SOURCES_TOO = (("data", "eval"), ("evaluation", "sets"))
 """Lists whose entries have the keys of those of `data.train`."""
 _SCALAR_WORDS: dict[object, str] = {
@@ -70,15 +70,7 @@ def meant_key(key: str) -> str:
     return key if near is None else ".".join((*above, near))
 
 
-def dotted(path: Sequence[str | int]) -> str:
-    """Format a path: ("data", "train", 0, "path") → `data.train[0].path`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-def sections_in(annotation: Any) -> list[type[Section]]:
+def sections_in(annotation: object) -> list[type[Section]]:
     """Return the section classes inside a type, through unions, lists and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
@@ -117,15 +109,15 @@ def effect_of(name: str) -> Effect:
     return next((found for prefix in prefixes if (found := _declared_effects().get(prefix)) is not None), UNDECLARED)
 
 
-def values_by_key(recipe: Recipe) -> dict[str, Any]:
+def values_by_key(recipe: Recipe) -> dict[str, object]:
     """Return every key with its value as JSON: `{"fsdp.version": 2, …}`. Lists are values; mappings are keys, unless empty."""
     return dict(_values(recipe.model_dump(mode="json", by_alias=True), ""))
 
 
-def _values(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _values(value: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
     for name, inner in value.items():
         if isinstance(inner, dict) and inner:
-            yield from _values(cast(dict[str, Any], inner), f"{prefix}{name}.")
+            yield from _values(cast(dict[str, object], inner), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", inner
 
@@ -136,7 +128,7 @@ def field_at(path: Sequence[str | int]) -> FieldInfo | None:
     return next((key.field for key in all_keys() if key.path == names), None)
 
 
-def _free_values(path: Sequence[str | int]) -> Any:
+def _free_values(path: Sequence[str | int]) -> object:
     """Return the type of the values of the mapping of any keys that a path leads into; None if it leads elsewhere."""
     if path[0] == "training" and len(path) > 2 and path[1] in TRAINING_FIELDS.fields:
         return object if "dict" in TRAINING_FIELDS.fields[str(path[1])].types else None
@@ -146,7 +138,7 @@ def _free_values(path: Sequence[str | int]) -> Any:
     return next((get_args(each)[1] for each in _members(above.annotation) if get_origin(each) is dict), None)
 
 
-def _members(annotation: Any) -> Iterator[Any]:
+def _members(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is Annotated:
         yield from _members(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
@@ -166,22 +158,22 @@ def has_default(path: Sequence[str | int]) -> bool:
     return _is_known(path) and _free_values(path) is not Any
 
 
-def default_at(path: Sequence[str | int]) -> Any:
+def default_at(path: Sequence[str | int]) -> object:
     """Return the default of a key of the schema, or of a field of TrainingArguments."""
     field = field_at(path)
     return TRAINING_FIELDS.fields[str(path[-1])].default if field is None else default_of(field)
 
 
-def default_of(field: FieldInfo) -> Any:
+def default_of(field: FieldInfo) -> object:
     return field.get_default(call_default_factory=True)
 
 
-def words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def words(annotation: object, metadata: Sequence[object] = ()) -> str:
     """Describe the values of a type, for a sentence that ends in `takes …`."""
     return enumerated(_parts(annotation, metadata))
 
 
-def _parts(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
+def _parts(annotation: object, metadata: Sequence[object] = ()) -> list[str]:
     for item in metadata:
         if isinstance(item, Description):
             return [item.text]
@@ -206,7 +198,7 @@ def field_words(field: FieldInfo) -> str:
     return words(field.annotation, field.metadata)
 
 
-def element_words(annotation: Any) -> str:
+def element_words(annotation: object) -> str:
     """Describe the entries of the list in a type; "" if it has none."""
     if get_origin(annotation) is list:
         return words(get_args(annotation)[0])
@@ -214,7 +206,7 @@ def element_words(annotation: Any) -> str:
     return next((found for found in inner if found), "")
 
 
-def choices(annotation: Any) -> list[str]:
+def choices(annotation: object) -> list[str]:
     """Return the literal strings among the values of a type."""
     if get_origin(annotation) is Literal:
         return [value for value in get_args(annotation) if isinstance(value, str)]
@@ -239,7 +231,7 @@ def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
     return sorted(one for one, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - AS_CLOSE)
 
 
-def unknown_key_hint(path: Sequence[str | int], value: Any = None) -> str | None:
+def unknown_key_hint(path: Sequence[str | int], value: object = None) -> str | None:
     """Return a hint for an unknown key: the section that has it, its name in a recipe, or the closest spelling in the same section.
 
     `value` is the given one, which the name of another tool may change.
@@ -274,7 +266,7 @@ def _homes(name: str, parent: tuple[str, ...]) -> list[str]:
 
 def value_of(recipe: Recipe, key: str) -> Any:
     """Return the value of a key, such as `fsdp.version`, or of a passed field of TrainingArguments."""
-    section: Any = recipe
+    section: object = recipe
     *parents, name = key.split(".")
     for parent in parents:
         section = getattr(section, parent)
@@ -349,7 +341,7 @@ def pinned(problem: Problem, positions: Positions) -> Problem:
 @dataclass(frozen=True, slots=True)
 class NotYet:
     key: str
-    works: tuple[Any, ...]
+    works: tuple[object, ...]
     """Values that are supported; any other is refused."""
     what: str
     """The missing feature, for a message that begins `this release has no`."""
@@ -438,7 +430,7 @@ NOT_YET = (
 )
 
 
-def refused(recipe: Recipe) -> list[tuple[NotYet, Any]]:
+def refused(recipe: Recipe) -> list[tuple[NotYet, object]]:
     """Return the rows whose key has an unsupported value in `recipe`, with that value."""
     given = [(row, value_of(recipe, row.key)) for row in NOT_YET]
     return [(row, value) for row, value in given if not any(type(value) is type(good) and value == good for good in row.works)]

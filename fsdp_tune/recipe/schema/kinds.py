@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Flag, StrEnum, auto
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -157,13 +157,13 @@ class RowFormat:
     """text or chat: each row by itself. chat with a template: where there is a chat template, else text."""
     marks_trained: bool = False
     """Whether rows mark what is trained."""
-    question: Callable[[str, str], dict[str, Any]] | None = None
+    question: Callable[[str, str], dict[str, object]] | None = None
     """Makes a row of a prompt and an answer. None: a prompt is not the question of an answer, and is continued as it is."""
     surrounds: str | None = None
     """What a prompt becomes, if the package surrounds it with text of its own; None: it stays as it is."""
 
 
-def _messages(prompt: str, answer: str) -> dict[str, Any]:
+def _messages(prompt: str, answer: str) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
 

@@ -113,7 +113,7 @@ _MUON = {
 }
 
 
-MUON_DEFAULTS: dict[str, Any] = {
+MUON_DEFAULTS: dict[str, object] = {
     "momentum": 0.95,
     "nesterov": True,
     "ns_coefficients": (3.4445, -4.775, 2.0315),
@@ -164,10 +164,10 @@ OPTIMIZER_FIELDS = tuple(name for name in TRAINING_FIELDS.fields if name.startsw
 """Fields of which an optimizer reads some. Every one reads `optim_args`, as far as its row in `OPTIMIZERS` has the argument."""
 
 
-def optimizer_options(training: Training) -> dict[str, Any]:
+def optimizer_options(training: Training) -> dict[str, object]:
     """Return the keyword arguments of the class of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
     name, given = optimizer_name(training), optimizer_arguments(training)
-    options: dict[str, Any] = {"lr": training.learning_rate}
+    options: dict[str, object] = {"lr": training.learning_rate}
     if name in ("sgd", "adagrad", "rmsprop"):
         return options | given
     if name == "adafactor":

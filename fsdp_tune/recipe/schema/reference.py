@@ -71,7 +71,7 @@ def _is_section(key: Key) -> bool:
     return isinstance(default_of(key.field), Section)
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     if isinstance(value, str):
         return value if value and not set(value) & set(":{}[]#\"'") else json.dumps(value)
     return json.dumps(value)
@@ -85,7 +85,7 @@ class KeyFacts:
     takes: str
     default: Any
     is_required: bool
-    works: tuple[Any, ...] = ()
+    works: tuple[object, ...] = ()
     """The supported values, where this release does not support all."""
 
 
@@ -120,7 +120,7 @@ def surface_lines() -> list[str]:
     return lines
 
 
-def passed_defaults() -> dict[str, Any]:
+def passed_defaults() -> dict[str, object]:
     """Return the fields of TrainingArguments that `training:` passes on, each with the value that a run without the key has."""
     return {name: field.default for name, field in _passed_fields().items()} | {"optim": DEFAULT_OPTIMIZER}
 
@@ -133,7 +133,7 @@ def _passed_fields() -> dict[str, TrainingField]:
 _JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "null": "null", "dict": "object", "list": "array"}
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, object]:
     """Return the JSON Schema (2020-12) of a recipe for editors, with the passed TrainingArguments and the accepted alternative types."""
     schema = Recipe.model_json_schema(by_alias=True)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -152,7 +152,7 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _also_boolean(field: dict[str, Any]) -> None:
+def _also_boolean(field: dict[str, object]) -> None:
     field["anyOf"] = [{"enum": field.pop("enum"), "type": field.pop("type")}, {"type": "boolean"}]
 
 

@@ -98,9 +98,9 @@ class RopeScaling(Section):
         fields = {name for names in _ROPE_FIELDS.values() for name in names} - set(_ROPE_FIELDS[self.rope_type])
         return sorted(name for name in fields if getattr(self, name) is not None)
 
-    def parameters(self, original: int) -> dict[str, Any]:
+    def parameters(self, original: int) -> dict[str, object]:
         """Return the fields for `rope_parameters`. `original` is the number of positions before scaling."""
-        fields: dict[str, Any] = {"rope_type": self.rope_type, "factor": self.factor}
+        fields: dict[str, object] = {"rope_type": self.rope_type, "factor": self.factor}
         if self.rope_type in ("yarn", "llama3"):
             fields["original_max_position_embeddings"] = original
         if self.rope_type == "llama3":
@@ -387,10 +387,10 @@ class Lora(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_lr_ratio(cls, values: Any) -> Any:
+    def _rename_lr_ratio(cls, values: object) -> object:
         """Accept the name that recipe.json of a run of version 0.1 has, so that the run can be resumed."""
         if isinstance(values, dict) and "lr_ratio" in values and "loraplus_lr_ratio" not in values:
-            renamed = dict(cast("dict[str, Any]", values))
+            renamed = dict(cast("dict[str, object]", values))
             return renamed | {"loraplus_lr_ratio": renamed.pop("lr_ratio")}
         return cast(Any, values)
 

@@ -17,7 +17,7 @@ from fsdp_tune.recipe.schema.recipe import Training
 class TrainingField:
     types: tuple[str, ...]
     """Of str, int, float, bool, null, dict, list, any, false, and names in `TrainingTable.enums`."""
-    default: Any
+    default: object
     versions: tuple[str, ...]
     """The tested versions of transformers that have the field."""
 

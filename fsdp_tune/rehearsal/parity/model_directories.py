@@ -95,7 +95,7 @@ def _adapted(run: RunDir, step: int, dtype: torch.dtype) -> Any:
     return model.merge_and_unload().to(dtype).eval()
 
 
-def reload(run: RunDir, step: int) -> dict[str, Any]:
+def reload(run: RunDir, step: int) -> dict[str, object]:
     """Compare the logits of a few rows between both models, and the merged model's eval loss with that of the run."""
     merged = AutoModelForCausalLM.from_pretrained(run.merged, dtype="auto").eval()
     AutoTokenizer.from_pretrained(run.merged)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -240,8 +240,16 @@ def _examples(rows: list[Row]) -> Iterator[Example]:
             yield torch.from_numpy(ids.astype(np.int64))[None], torch.from_numpy(labels.astype(np.int64))
 
 
-def _accumulate(model: nn.Module, settings: LoopSettings, rows: list[Row]) -> tuple[float, int, dict[str, torch.Tensor]]:
-    """Return the step's loss, the number of supervised tokens, and the gradient of each trained parameter in fp32."""
+class StepSums(NamedTuple):
+    """Mean loss of a step over its supervised tokens, their number, and the gradient of each trained parameter in fp32."""
+
+    loss: float
+    tokens: int
+    gradients: dict[str, torch.Tensor]
+
+
+def _accumulate(model: nn.Module, settings: LoopSettings, rows: list[Row]) -> StepSums:
+    """Compute the loss and the gradients of a step, one example at a time."""
     examples = list(_examples(rows))
     targets = sum(int((labels[1:] != -100).sum()) for _, labels in examples)
     tokens = sum(ids.shape[1] for ids, _ in examples)
@@ -255,7 +263,7 @@ def _accumulate(model: nn.Module, settings: LoopSettings, rows: list[Row]) -> tu
                 gradient = _at_least_fp32(parameter.grad)
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
                 parameter.grad = None
-    return total / targets, targets, gradients
+    return StepSums(total / targets, targets, gradients)
 
 
 def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:

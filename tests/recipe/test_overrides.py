@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.read.loader import OptionOverride
+from fsdp_tune.recipe.read.overrides import OptionOverride
 from tests.recipe.loading import load_with, one_problem, problems_with
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.recipe.read.loader import architecture, catalogue, find_recipe, headline, load_recipe
+from fsdp_tune.recipe.read.catalogue import architecture, catalogue, find_recipe, headline
+from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 

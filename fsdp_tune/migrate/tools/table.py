@@ -1,0 +1,16 @@
+"""The tools whose files are imported, by name. `recipe.read.tool_detection` has the keys that tell them."""
+
+from __future__ import annotations
+
+from fsdp_tune.migrate.tool import Tool
+from fsdp_tune.migrate.tools import automodel, axolotl, llama_factory, soup, torchtune, unsloth
+from fsdp_tune.migrate.tools.accelerate_config import ACCELERATE_TOOL, DEEPSPEED_TOOL, FMS_TOOL
+from fsdp_tune.migrate.tools.flat_options import EXAMPLE_TOOL, SWIFT_TOOL, TRL_TOOL
+
+TOOLS: dict[str, Tool] = {
+    tool.name: tool
+    for tool in (
+        *(axolotl.TOOL, TRL_TOOL, EXAMPLE_TOOL, llama_factory.TOOL, SWIFT_TOOL, torchtune.TOOL),
+        *(ACCELERATE_TOOL, DEEPSPEED_TOOL, unsloth.TOOL, automodel.TOOL, soup.TOOL, FMS_TOOL),
+    )
+}
