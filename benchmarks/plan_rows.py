@@ -43,7 +43,10 @@ import yaml
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import Hardware, find_hardware
-from fsdp_tune.planner.predict.predict import Plan, plan
+from fsdp_tune.planner.predict.experts import expert_rows
+from fsdp_tune.planner.predict.predict import plan
+from fsdp_tune.planner.predict.timing import efficiency_of
+from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.planner.tracing import Tracing
 from fsdp_tune.recipe.read.loader import architecture
 from fsdp_tune.recipe.resolve import resolve
@@ -165,17 +168,35 @@ def recipe_of(row: Row) -> Recipe:
     return resolve(recipe, Machine("cuda", ranks, 8, None), cwd=Path.cwd(), assume="cuda").recipe
 
 
-def predicted(row: Row, made: Plan) -> float | None:
-    """Return the prediction in the row's unit; None if it is unknown."""
-    speed = made.tokens_per_second_per_device
-    figures = {
-        "tokens/s/GPU": speed,
-        "tokens/s": None if speed is None else speed * made.num_processes,
+Figures = dict[str, float | None]
+"""By unit."""
+
+
+def figures_of(row: Row, recipe: Recipe, trace: Trace) -> Figures | str:
+    """Return the predictions of a run, or why there are none."""
+    hardware, ranks = find_hardware(row.gpu), int(row.ranks)
+    if row.ep != "1":
+        found = expert_rows(trace, hardware, recipe.launch.num_machines, efficiency_of(hardware), with_sizes=(1, int(row.ep)))
+        divided = next((each for each in found if str(each.ep_size) == row.ep), None)
+        if divided is None:
+            return f"{row.ep} ranks cannot divide the experts"
+        speed = divided.tokens_per_second_per_device
+        return {
+            "tokens/s/GPU": speed,
+            "tokens/s": speed * ranks,
+            "s/step": divided.step_seconds,
+            "GiB allocated": divided.peak_allocated_gib,
+            "GiB reserved": None,
+        }
+    made = plan(recipe, hardware, trace)
+    of_device = made.tokens_per_second_per_device
+    return {
+        "tokens/s/GPU": of_device,
+        "tokens/s": None if of_device is None else of_device * ranks,
         "s/step": made.step_seconds,
         "GiB allocated": made.peak_allocated_gib,
         "GiB reserved": made.peak_reserved_gib,
     }
-    return figures[row.unit]
 
 
 def error_percent(row: Row, value: float) -> float:
@@ -204,7 +225,7 @@ def outcomes(rows: Sequence[Row], cache: Path) -> Iterator[Outcome]:
             recipes.append(recipe_of(row))
         except (FsdpTuneError, ValueError) as error:
             recipes.append(error)
-    made: dict[tuple[str, str], Plan] = {}
+    made: dict[tuple[str, str, str], Figures | str] = {}
     with Tracing(cache, offline=True) as tracing:
         keys = iter(tracing.request([each for each in recipes if isinstance(each, Recipe)]))
         for row, recipe in zip(rows, recipes, strict=True):
@@ -216,9 +237,9 @@ def outcomes(rows: Sequence[Row], cache: Path) -> Iterator[Outcome]:
             if isinstance(trace, FsdpTuneError):
                 yield Outcome(row, None, trace.problems[0].message)
                 continue
-            if (key, row.gpu) not in made:
-                made[key, row.gpu] = plan(recipe, find_hardware(row.gpu), trace)
-            yield Outcome(row, predicted(row, made[key, row.gpu]))
+            run = (key, row.gpu, row.ep)
+            found = made[run] if run in made else made.setdefault(run, figures_of(row, recipe, trace))
+            yield Outcome(row, None, found) if isinstance(found, str) else Outcome(row, found[row.unit])
 
 
 def summary(errors: Iterable[float]) -> str:
@@ -231,7 +252,7 @@ def described(found: Outcome) -> list[str]:
     """Return the cells of a row: run, program, unit, predicted, published, error."""
     row = found.row
     kept = [word.partition(".")[2] for word in row.keys.split() if word != "-"]
-    others = [row.precision, *([] if row.adapters == "none" else [row.adapters]), *kept]
+    others = [row.precision, *([] if row.adapters == "none" else [row.adapters]), *([] if row.ep == "1" else [f"ep {row.ep}"]), *kept]
     run = f"{row.model.rpartition('/')[2]}, {row.ranks} × {row.gpu}, {row.strategy}, {row.micro_batch} × {row.length}, {', '.join(others)}"
     figures = ("–", "–") if found.predicted is None or found.error is None else (f"{found.predicted:,.4g}", f"{found.error:+.1f} %")
     published = f"{row.published:,.0f}" if row.published >= 1000 else f"{row.published:g}"
