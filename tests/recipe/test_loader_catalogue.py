@@ -63,7 +63,7 @@ def test_catalogue_recipes_resolve_without_notice(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", sorted(PROMISED - LORA - {"gpt2_smoke"}))
 def test_catalogue_model_is_packaged_and_comment_matches_its_state(name: str, tmp_path: Path) -> None:
-    """`Sharded state: … = 12.6 GiB` is 16 bytes a parameter (in bf16: 8) over the ranks of a shard group (offload: over the machine)."""
+    """`Sharded state: … = 12.6 GiB` is 16 bytes a parameter over the ranks of a shard group (offload: over the machine)."""
     recipe = resolved(name, tmp_path)
     assert recipe.model.name_or_path is not None
     facts = architecture(recipe.model.name_or_path)
@@ -74,8 +74,7 @@ def test_catalogue_model_is_packaged_and_comment_matches_its_state(name: str, tm
     assert claimed is not None
     shard = 1 if recipe.fsdp.offload_params else recipe.parallelism.dp_shard_size
     assert isinstance(shard, int)
-    bytes_each = 16 if recipe.model.dtype == "fp32" else 8
-    state_gib = PARAMETERS[recipe.model.name_or_path] * bytes_each / shard / GIB
+    state_gib = PARAMETERS[recipe.model.name_or_path] * 16 / shard / GIB
     assert abs(state_gib - float(claimed[1].replace(",", ""))) <= max(0.06, state_gib * 1e-3)
 
 
