@@ -39,7 +39,16 @@ Points = npt.NDArray[np.float64]
 def html_page(plan: Plan) -> str:
     """Return a complete document. Every name from a recipe, a model or a file is escaped."""
     title = f"{plan.recipe} on {plan.num_processes} × {plan.gpu}"
-    parts = [_verdict(plan), _timeline(plan), _components(plan), _measured(plan), _ranking(plan), _scaling(plan.scaling), _footer(plan)]
+    parts = [
+        _verdict(plan),
+        _timeline(plan),
+        _components(plan),
+        _experts(plan),
+        _measured(plan),
+        _ranking(plan),
+        _scaling(plan.scaling),
+        _footer(plan),
+    ]
     return html_document(title, parts)
 
 
@@ -225,6 +234,37 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
     screen.message(f"time: {time_line(plan)}")
     for line in _other_lines(plan):
         screen.message(line)
+    if plan.experts:
+        screen.table(_EXPERTS_TITLE, list(_EXPERTS_HEAD), _expert_rows(plan), pipe_width=PIPE_WIDTH)
+        screen.message(f"experts: {plan.experts_because}")
+
+
+_EXPERTS_TITLE = "expert parallelism: the experts of a layer divided among neighbouring ranks; seconds of a step, hidden ones included"
+_EXPERTS_HEAD = ("ranks", "fits", "GiB", "s/step", "tokens/s/GPU", "gathers", "all-to-all", "products", "rows of an expert")
+
+
+def _expert_rows(plan: Plan) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(row.ep_size),
+            row.fits,
+            f"{row.device_gib:.1f}",
+            format_figure(row.step_seconds),
+            f"{row.tokens_per_second_per_device:,.0f}",
+            f"{row.gather_seconds:.3f}",
+            f"{row.exchange_seconds:.3f}",
+            f"{row.product_seconds:.3f}",
+            f"{row.rows_of_expert:,.0f}",
+        )
+        for row in plan.experts
+    ]
+
+
+def _experts(plan: Plan) -> str:
+    if not plan.experts:
+        return ""
+    table = html_table(_EXPERTS_HEAD, _expert_rows(plan))
+    return f"<h2>Expert parallelism</h2><p>{escape(_EXPERTS_TITLE)}</p>{table}<p>{escape(str(plan.experts_because))}</p>"
 
 
 def show_errors(screen: Terminal, plan: Plan) -> None:

@@ -35,8 +35,8 @@ from fsdp_tune.jobs.plan import trace_of
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of
 from fsdp_tune.model.model_files import INSTALLED
+from fsdp_tune.planner.predict.collectives import collective_seconds
 from fsdp_tune.planner.predict.memory import disk, least_checkpoint_bytes, most_checkpoints
-from fsdp_tune.planner.predict.timing import collective_seconds
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, Trace
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.read.loader import LoadedRecipe

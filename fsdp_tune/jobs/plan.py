@@ -28,10 +28,11 @@ from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, learn, read_run
+from fsdp_tune.planner.predict.experts import LOADS_ASSUMED, expert_rows, why_experts
 from fsdp_tune.planner.predict.memory import disk
 from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware
 from fsdp_tune.planner.predict.predict import plan as predict
-from fsdp_tune.planner.predict.timing import Efficiency
+from fsdp_tune.planner.predict.timing import Efficiency, efficiency_of
 from fsdp_tune.planner.search.alternatives import devices_of_machine, differences
 from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
 from fsdp_tune.planner.search.scaling import forced_changes, machines_for, scaling_table
@@ -152,6 +153,13 @@ class PlanSession:
 
     def plan(self) -> Plan:
         return predict(self.recipe, self.hardware, self.trace(), efficiency=self.efficiency)
+
+    def with_experts(self, made: Plan) -> Plan:
+        """Add what expert parallelism would change to the plan of this recipe."""
+        efficiency = self.efficiency or efficiency_of(self.hardware)
+        rows = expert_rows(self.trace(), self.hardware, self.recipe.launch.num_machines, efficiency)
+        assumed = [LOADS_ASSUMED] if rows else []
+        return replace(made, experts=rows, experts_because=why_experts(rows), assumptions=[*made.assumptions, *assumed])
 
     def plan_other(self, recipe: Recipe) -> Plan:
         """Plan another resolved recipe on the same GPUs. Raises: FsdpTuneError if it cannot be traced."""
@@ -307,7 +315,7 @@ def plan(
                 observer.message(plans.calibrate(calibrate))
             decided = plans.decide()
             observer.notices(decided.notices)
-            made = replace(plans.plan(), decided=planned.forced | decisions(decided))
+            made = replace(plans.with_experts(plans.plan()), decided=planned.forced | decisions(decided))
             observer.planned(made, "recipe")
             return _ranked(plans, planned, made, target or "fastest", write, observer) if search else made
 

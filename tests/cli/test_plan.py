@@ -11,6 +11,7 @@ import pytest
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.fake_tracing import STATE_GIB, FakeTracing, replaced_tracing  # noqa: F401  a fixture
 from tests.cli.in_process import answer, errors, invoke, settings
+from tests.planner.test_experts import mixture
 from tests.planner.test_search import AdapterTracer
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -79,6 +80,20 @@ def test_no_search_needs_one_trace(recipe: str, fake: type[FakeTracing]) -> None
     document = planned(recipe, "--no-search")
     assert document["alternatives"] == []
     assert len(fake.made[0].asked) == 1
+
+
+def test_mixture_of_experts_is_planned_with_expert_parallelism(
+    recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert planned(recipe, "--no-search")["experts"] == []
+    monkeypatch.setattr(fake, "result", lambda *_: mixture())
+    document, lines = planned(recipe, "--no-search"), printed(recipe, "--no-search").splitlines()
+    assert [row["ep_size"] for row in document["experts"]] == [1, 2, 4, 8]
+    assert document["experts"][0]["step_seconds"] == document["step_seconds"]
+    assert f"experts: {document['experts_because']}" in lines
+    table = lines[next(index for index, line in enumerate(lines) if "rows of an expert" in line) :]
+    assert [line.split()[0] for line in table[2:6]] == ["1", "2", "4", "8"]
+    assert max(map(len, table[:6])) <= 120
 
 
 def test_number_of_gpus_changes_the_batch_and_reports_it(recipe: str) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fsdp_tune.core.gpus import find_hardware
-from fsdp_tune.core.topology import Topology
+from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.timing import Efficiency, Group, StepTime, UnknownFigure, collective_seconds, step_time
+from fsdp_tune.planner.predict.collectives import collective_seconds
+from fsdp_tune.planner.predict.timing import Efficiency, StepTime, UnknownFigure, step_time
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
 

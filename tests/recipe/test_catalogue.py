@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ PROMISED = {
     *("gpt2_smoke", "llama7b_full_shard", "llama7b_shard_grad_op", "llama13b_full_shard", "llama70b_full_shard_offload"),
     *("llama8b_hybrid_shard_multinode", "gpt2_xl_two_24gb", "qwen2_5_7b_chat", "mistral7b_completion"),
     *("qwen3_8b_chat", "smollm3_3b_chat", "llama3_2_3b_two_48gb", "gemma3_1b_24gb", "gpt_oss_20b_full_shard"),
+    "gemma4_26b_two_b300",
     *("llama8b_lora_24gb", "llama8b_lora_8x80gb", "llama70b_qlora_two_24gb", "llama70b_qlora_4x80gb"),
 }
 LORA = {name for name in PROMISED if "lora" in name}
@@ -38,6 +40,7 @@ PARAMETERS = {
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "google/gemma-3-1b-pt": 999_885_952,
     "unsloth/gpt-oss-20b-BF16": 20_914_757_184,
+    "google/gemma-4-26B-A4B-it": 25_233_141_760,
 }
 
 
@@ -125,6 +128,8 @@ def count(facts: dict[str, object]) -> int:
         width, layers, positions, vocabulary = of("n_embd"), of("n_layer"), of("n_positions"), of("vocab_size")
         return vocabulary * width + positions * width + layers * (12 * width * width + 13 * width) + 2 * width
     width, inner, heads, groups = of("hidden_size"), of("intermediate_size"), of("num_attention_heads"), of("num_key_value_heads")
+    if kind == "gemma4_text":
+        return count_gemma4(facts)
     head = of("head_dim", width // heads)
     attention = 2 * width * heads * head + 2 * width * groups * head
     attention += (heads + 2 * groups) * head if kind in ("qwen2", "gpt_oss") else 0  # biases
@@ -136,6 +141,20 @@ def count(facts: dict[str, object]) -> int:
     return (
         of("num_hidden_layers") * (attention + mlp + norms) + width + of("vocab_size") * width * (1 if facts["tie_word_embeddings"] else 2)
     )
+
+
+def count_gemma4(facts: dict[str, Any]) -> int:
+    """Layers with full attention have wider heads, whose values are their keys; each layer has a dense MLP next to its experts."""
+    width, heads, experts = facts["hidden_size"], facts["num_attention_heads"], facts["num_experts"]
+    total = facts["vocab_size"] * width + width
+    for kind in facts["layer_types"]:
+        is_full = kind == "full_attention"
+        head = facts["global_head_dim" if is_full else "head_dim"]
+        projected = (1 if is_full else 2) * facts["num_global_key_value_heads" if is_full else "num_key_value_heads"]
+        total += 2 * width * heads * head + width * projected * head + 2 * head
+        total += 3 * width * (facts["intermediate_size"] + experts * facts["moe_intermediate_size"])
+        total += experts * width + width + experts + 7 * width  # router with its scales, norms
+    return total
 
 
 def test_unpackaged_model_returns_none() -> None:

@@ -15,6 +15,7 @@ from fsdp_tune.core.families import expert_count
 from fsdp_tune.core.gpus import CPU, Hardware, ModelDimensions, mfu
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.experts import ExpertRow
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, Fit, Fits, Memory, disk, fit, host_memory, total_steps
 from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, Efficiency, StepTime, UnknownFigure, efficiency_of, step_time
 from fsdp_tune.planner.trace_format import Segments, Trace
@@ -185,6 +186,10 @@ class Plan:
     """LoRA and QLoRA, if the recipe does not fit or fits only with offloading. They train another model: nothing applies them."""
     measured: tuple[MeasuredPlan, ...] = ()
     """Of `--measure`, the fastest first."""
+    experts: tuple[ExpertRow, ...] = ()
+    """The recipe with the experts of each layer divided among 1, 2, 4 and 8 ranks, as far as they can be; empty for a dense model."""
+    experts_because: str | None = None
+    """What dividing the experts gains and costs."""
     memory: Memory | None = None
     """Includes the timeline; not in the JSON."""
 
@@ -195,6 +200,7 @@ class Plan:
         found["accuracy"] = {name: error.as_dict() for name, error in self.accuracy.items()}
         found["scaling"] = [row.as_dict() for row in self.scaling]
         found["measured"] = [each.as_dict() for each in self.measured]
+        found["experts"] = [row.as_dict() for row in self.experts]
         for name in ("alternatives", "other_trainings"):
             found[name] = [_short(other) for other in getattr(self, name)]
         return found
@@ -213,7 +219,16 @@ class Plan:
         return cls(**{name: value for name, value in found.items() if name not in _OF_THE_SEARCH} | parts)
 
 
-_OF_THE_SEARCH = ("alternatives", "other_trainings", "scaling", "best_because", "smallest_hardware", "measured")
+_OF_THE_SEARCH = (
+    "alternatives",
+    "other_trainings",
+    "scaling",
+    "best_because",
+    "smallest_hardware",
+    "measured",
+    "experts",
+    "experts_because",
+)
 
 
 SHORT = (

@@ -1,8 +1,6 @@
 """Predict the time of a traced step: each operation by a roofline, each collective by its links, on streams that wait for each other.
 
-Collectives are rings and trees as NCCL builds them. Latencies are those of its own tuning model (src/graph/tuning.cc of 2.20: `baseLat`,
-`hwLat`); bandwidth is the slowest link of the ring times what nccl-tests reach on it. A ring of several machines crosses each border over
-all network cards of the machine at once.
+Times of collectives are those of `predict.collectives`.
 
 The simulation is independent of FSDP. The trace has the operations of every stream in the order of issue, and the waits between streams;
 the clocks of the streams then give hidden and exposed communication.
@@ -15,7 +13,6 @@ the errors on other sources.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -23,10 +20,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count
 from fsdp_tune.core.flash_kernels import FLASH_ATTENTION
 from fsdp_tune.core.gpus import Hardware
-from fsdp_tune.core.topology import Group, Topology
-from fsdp_tune.core.units import MIB
+from fsdp_tune.core.topology import Topology
+from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, in_buckets, sent_bytes
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
 
@@ -46,6 +44,9 @@ TILE_TOKENS = 128
 512 to 4,096 tokens has 0.67 to 0.94 of the share of long ones; measured on H100 0.57 to 0.95 (arXiv:2407.08608, figure 5)."""
 MASKED_SHARE = 0.6
 """Factor on it for kernels with a mask (memory-efficient attention)."""
+GROUPED_TILE_ROWS, GROUPED_TILE_ROWS_OF_BLACKWELL, FEW_ROWS = 128, 256, 128
+"""Rows of a tile of torch's grouped product; groups of at most `FEW_ROWS` have tiles of half of it (`GroupMM.cu`,
+`dispatch_bf16_grouped_kernel_on_tile_size`)."""
 KERNEL_SECONDS = 3.0e-6
 """Fixed time of a kernel on the device: start and tail."""
 ISSUE_SECONDS = 6.0e-6
@@ -97,110 +98,6 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
     return Efficiency(share * SUSTAINED[kind], forward, backward, is_measured=is_measured, flash_3_gain=gain)
 
 
-NVLINK_SHARE = 0.8
-"""Share of one direction: nccl-tests' bus bandwidth is 235–240 of 300 GB/s on 8 × A100 SXM, 360–370 of 450 on 8 × H100 SXM."""
-PCIE_SHARE = 0.4
-"""Share of one direction; without peer access each byte passes through host memory."""
-NETWORK_SHARE = 0.8
-"""Share for InfiniBand with GPUDirect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Protocol:
-    """One of NCCL's protocols: start and hop latencies in µs, and the share of the bandwidth that it can use."""
-
-    bandwidth: float
-    ring_start: float
-    ring_nvlink: float
-    ring_pcie: float
-    ring_network: float
-    tree_start: float
-    tree_nvlink: float
-    tree_pcie: float
-    tree_network: float
-
-
-PROTOCOLS = (
-    Protocol(0.25, 6.6, 0.6, 1.0, 2.7, 6.8, 0.6, 1.0, 5.0),  # LL
-    Protocol(0.92, 14.0, 1.9, 2.5, 4.0, 14.0, 1.25, 1.9, 8.5),  # LL128
-    Protocol(1.00, 8.4, 3.4, 5.7, 14.0, 8.4, 4.0, 4.0, 14.0),  # Simple
-)
-
-
-def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:
-    """Return the bandwidth of one ring through the group; None if the speed of a link is unknown.
-
-    Other groups of the same kind run at the same time and share a machine's network cards, so each rank has the bandwidth of one card.
-    """
-    speeds: list[float | None] = []
-    if group.local_ranks > 1:
-        link = hardware.machine_link_bytes_per_second
-        speeds.append(None if link is None else link * (NVLINK_SHARE if hardware.nvlink_gb_s else PCIE_SHARE))
-    if group.machines > 1:
-        network = hardware.network_gb_s
-        speeds.append(None if network is None else network * 1e9 * NETWORK_SHARE * group.local_ranks)
-    known = [speed for speed in speeds if speed is not None]
-    return min(known) if len(known) == len(speeds) and known else None
-
-
-def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Hardware) -> float | None:
-    """Return the time of a collective; None if the speed of a link is unknown.
-
-    `size_bytes` is the full buffer: output of an all-gather, input of a reduce-scatter, tensor of an all-reduce or broadcast, input of
-    an all-to-all. The time is that of the fastest protocol, and for sums of the faster of ring and tree, as NCCL chooses by the same
-    figures.
-    """
-    n = group.ranks
-    if n == 1:
-        return 0.0
-    bus = bus_bytes_per_second(group, hardware)
-    if bus is None:
-        return None
-    if kind == "all_to_all" and group.machines > 1:
-        # Not a ring: each rank sends to those of other machines over its own network card.
-        size_bytes *= (n - group.local_ranks) / (n - 1)
-        bus = bus_bytes_per_second(Group(group.machines, group.machines), hardware) or bus
-    passes = 2 if kind == "all_reduce" else 1
-    share = (n - 1) / n if kind != "broadcast" else 1.0
-    # Number of steps between machines: NCCL's `nInterSteps`.
-    borders = 0 if group.machines == 1 else 2 * group.machines if kind == "all_reduce" else group.machines - 1
-    hops = max(0, passes * (n - 1) - borders)
-    is_nvlink = bool(hardware.nvlink_gb_s)
-    best = math.inf
-    for protocol in PROTOCOLS:
-        local = protocol.ring_nvlink if is_nvlink else protocol.ring_pcie
-        latency = protocol.ring_start + hops * local + borders * protocol.ring_network
-        best = min(best, latency * 1e-6 + passes * share * size_bytes / (bus * protocol.bandwidth))
-        if kind == "all_reduce":
-            local = protocol.tree_nvlink if is_nvlink else protocol.tree_pcie
-            latency = protocol.tree_start + 2 * ((group.local_ranks - 1) * local + math.log2(group.machines) * protocol.tree_network)
-            best = min(best, latency * 1e-6 + 2 * size_bytes / (bus * protocol.bandwidth))
-    return best
-
-
-@dataclass(frozen=True, slots=True)
-class Volume:
-    """Bytes that one device sends in one step."""
-
-    machine_link_bytes: int
-    """NVLink or PCIe, to devices of the same machine."""
-    network_bytes: int
-    """To other machines: this device's share of the bytes that its machine sends."""
-
-
-def sent_bytes(kind: str, size_bytes: int, group: Group) -> Volume:
-    """Return the bytes that a rank sends. In a ring, one rank of each machine has its next neighbour on another machine."""
-    if group.ranks == 1:
-        return Volume(0, 0)
-    if kind == "all_to_all":
-        local, network = (round(size_bytes * ranks / group.ranks) for ranks in (group.local_ranks - 1, group.ranks - group.local_ranks))
-        return Volume(local, network)
-    passes = 2 if kind == "all_reduce" else 1
-    total = passes * size_bytes * (group.ranks - 1) / group.ranks
-    across = 1 / group.local_ranks if group.machines > 1 else 0.0
-    return Volume(round(total * (1 - across)), round(total * across))
-
-
 Seconds = npt.NDArray[np.float64]
 
 
@@ -227,22 +124,63 @@ class UnknownFigure(Exception):
     """A required figure of the GPU is unknown; the message names it."""
 
 
-def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
-    """Simulate the last traced step at the model's full depth. Raises: UnknownFigure for a missing figure of the GPU."""
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """Exchanges of tokens that the compute stream waits for, one of each per row: they start at once and delay other collectives."""
+
+    at: npt.NDArray[np.int64]
+    """Position in the order of the trace: after the operation with this position."""
+    phase: npt.NDArray[np.int64]
+    micro: npt.NDArray[np.int64]
+    seconds: Seconds
+    sent: Volume
+    """Bytes that this device sends in each."""
+    needs_host: npt.NDArray[np.bool_]
+    """Whether the host waits for the compute stream before it issues them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The last traced step at the model's full depth, with the time of everything in it."""
+
+    trace: Trace
+    ops: Records
+    op_seconds: Seconds
+    collectives: Records
+    collective_seconds: Seconds
+    sent: list[Volume]
+    """Bytes that this device sends in each collective."""
+    waits: Records
+    exchanges: Exchanges | None = None
+
+
+def step_work(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency) -> StepWork:
+    """Return the last traced step with its times. Raises: UnknownFigure for a missing figure of the GPU."""
     trace = full_depth(trace)
-    efficiency = efficiency or efficiency_of(hardware)
-    shapes = trace.shapes
-    topology = replace(shapes.topology, machines=machines)
+    topology = replace(trace.shapes.topology, machines=machines)
     ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
     ops = ops[ops["kernels"] > 0]
     collectives = in_buckets(trace, collectives)
     durations = op_seconds(trace, ops, hardware, efficiency, topology.local_world_size)
     transfers = _transfer_seconds(collectives, topology, hardware)
-    on_host = (op_kinds(trace, ops) == ON_HOST).tolist()
+    columns = _columns(collectives, "kind", "bytes", "group")
+    sent = [sent_bytes(COLLECTIVES[kind], size, topology.group(GROUPS[group])) for kind, size, group in columns]
+    return StepWork(trace, ops, durations, collectives, transfers, sent, waits)
+
+
+def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
+    """Simulate the last traced step at the model's full depth. Raises: UnknownFigure for a missing figure of the GPU."""
+    efficiency = efficiency or efficiency_of(hardware)
+    return simulate(step_work(trace, hardware, machines, efficiency), efficiency)
+
+
+def simulate(work: StepWork, efficiency: Efficiency) -> StepTime:
+    """Return the time of a step with all micro-batches."""
+    shapes, collectives, exchanges = work.trace.shapes, work.collectives, work.exchanges
 
     def simulated(which: npt.NDArray[np.bool_]) -> _Clocks:
-        clocks = _Clocks(len(trace.streams))
-        clocks.run(_work(ops, durations, on_host, collectives[which], transfers[which], waits), efficiency)
+        clocks = _Clocks(len(work.trace.streams))
+        clocks.run(_in_order(work, which), efficiency)
         return clocks
 
     # The untraced micro-batches equal the second of three; of two, the last one without the collectives that only it sends.
@@ -252,15 +190,23 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     middle = whole if everywhere.all() or not times else simulated(everywhere)
     sums = _Sums.of([(each, 1) for each in whole.sums.values()] + [(middle.sums.get(like, _Sums()), times)])
     weights = 1 + np.where((collectives["micro"] == like) & everywhere, times, 0)
-    talking = float((transfers * weights).sum())
+    talking = float((work.collective_seconds * weights).sum())
+    sent = list(zip(work.sent, weights.tolist(), strict=True))
+    waited = 0.0
+    if exchanges is not None:
+        repeats = 1 + np.where(exchanges.micro == like, times, 0)
+        waited = float((exchanges.seconds * repeats).sum())
+        sent.append((exchanges.sent, int(repeats.sum())))
     return StepTime(
         step_seconds=whole.end + times * middle.micro_seconds(like) + efficiency.overlap_cost * talking,
         phases={name: seconds for name, seconds in sums.phases.items() if seconds},
         compute_seconds=sums.compute,
-        communication_seconds=talking,
+        communication_seconds=talking + waited,
         exposed_seconds=sums.exposed,
         issue_seconds=sums.host_bound,
-        volume=_volume(collectives, topology, weights.tolist()),
+        volume=Volume(
+            sum(each.machine_link_bytes * count for each, count in sent), sum(each.network_bytes * count for each, count in sent)
+        ),
     )
 
 
@@ -275,13 +221,38 @@ def op_kinds(trace: Trace, ops: Records) -> npt.NDArray[np.int8]:
     return np.array([_kind(name) for name in trace.op_names] or [PLAIN], np.int8)[ops["name"]]
 
 
-def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1) -> Seconds:
-    """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed cost."""
+def rows_of_expert(trace: Trace) -> float:
+    """Return the mean number of rows that a rank multiplies with an expert of a layer in a forward; all tokens of a dense model."""
+    shapes, config = trace.shapes, trace.facts.config
+    tokens = shapes.micro_batch * shapes.tokens / shapes.topology.row_parts
+    return tokens * (CHOSEN_EXPERTS.of(config) or 1) / expert_count(config)
+
+
+def tile_share(rows: float, hardware: Hardware) -> float:
+    """Return the share of the tiles of a grouped product that is not padding, for groups of `rows` rows on average.
+
+    The last tile of a group is half full on average, since groups differ.
+    """
+    is_blackwell = hardware.capability is not None and hardware.capability[0] == 10
+    tile = GROUPED_TILE_ROWS_OF_BLACKWELL if is_blackwell else GROUPED_TILE_ROWS
+    tile = tile // 2 if rows <= FEW_ROWS else tile
+    return rows / (rows + tile / 2)
+
+
+def op_seconds(
+    trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1, rows: float | None = None
+) -> Seconds:
+    """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed cost.
+
+    `rows` are those of an expert in a grouped product; None: as traced.
+    """
     kinds = op_kinds(trace, ops)
     backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
     forward_gain, backward_gain = efficiency.flash_3_gain if trace.facts.flash_version == 3 else (1.0, 1.0)
     attention = np.where(backward, efficiency.attention_backward * backward_gain, efficiency.attention_forward * forward_gain)
-    share = np.select([kinds == FLASH, kinds == MASKED], [attention, attention * MASKED_SHARE], efficiency.matmul)
+    grouped = efficiency.matmul * tile_share(rows_of_expert(trace) if rows is None else rows, hardware)
+    of_kind = [attention, attention * MASKED_SHARE, np.full(len(ops), grouped)]
+    share = np.select([kinds == FLASH, kinds == MASKED, kinds == GROUPED], of_kind, efficiency.matmul)
     peaks = np.array([hardware.peak_flops(dtype) or np.nan for dtype in DTYPES])[ops["dtype"]]
     with np.errstate(invalid="ignore"):
         multiplying = np.where(ops["flops"] > 0, ops["flops"] / (peaks * share), 0.0)
@@ -299,7 +270,7 @@ def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Effic
     return np.where(kinds == ON_HOST, on_host, device)
 
 
-PLAIN, FLASH, MASKED, TO_HOST, ON_HOST = range(5)
+PLAIN, FLASH, MASKED, TO_HOST, ON_HOST, GROUPED = range(6)
 HOST_BYTES_PER_SECOND = 200e9
 """Assumed bandwidth, listed in every plan with work on the host: half of that of two sockets with eight channels of DDR4-3200 each
 (410 GB/s), shared by the ranks of a machine."""
@@ -312,6 +283,8 @@ def _kind(name: str) -> int:
         return FLASH
     if "attention" in name:
         return MASKED
+    if "grouped_mm" in name:
+        return GROUPED
     return TO_HOST if name in ("copy_to_host", "copy_to_device") else PLAIN
 
 
@@ -331,14 +304,6 @@ def _transfer_seconds(collectives: Records, topology: Topology, hardware: Hardwa
     return seconds
 
 
-def _volume(collectives: Records, topology: Topology, weights: list[int]) -> Volume:
-    machine = network = 0
-    for (kind, size, group), times in zip(_columns(collectives, "kind", "bytes", "group"), weights, strict=True):
-        sent = sent_bytes(COLLECTIVES[kind], size, topology.group(GROUPS[group]))
-        machine, network = machine + sent.machine_link_bytes * times, network + sent.network_bytes * times
-    return Volume(machine, network)
-
-
 def _columns(table: Records, *names: str) -> list[tuple[int, ...]]:
     """Return rows of Python integers, which iterate ten times as fast as a record array."""
     return list(zip(*(table[name].tolist() for name in names), strict=True))
@@ -354,27 +319,35 @@ class _StreamWork(NamedTuple):
     micro: int = -1
     is_collective: bool = False
     on_host: bool = False
+    is_exchange: bool = False
+    needs_host: bool = False
     source: int | None = None
     until: int = 0
 
 
-def _work(
-    ops: Records, durations: Seconds, on_host: list[bool], collectives: Records, transfers: Seconds, waits: Records
-) -> list[_StreamWork]:
-    """Return all work in the order of issue."""
+def _in_order(work: StepWork, which: npt.NDArray[np.bool_]) -> list[_StreamWork]:
+    """Return all work in the order of issue, of the collectives those of `which`."""
+    ops, collectives, waits, exchanges = work.ops, work.collectives[which], work.waits, work.exchanges
+    on_host = (op_kinds(work.trace, ops) == ON_HOST).tolist()
     columns = (ops[name].tolist() for name in ("at", "stream", "phase", "micro"))
-    work = [
+    found = [
         _StreamWork(at, stream, seconds, phase, micro, on_host=host)
-        for at, stream, phase, micro, seconds, host in zip(*columns, durations.tolist(), on_host, strict=True)
+        for at, stream, phase, micro, seconds, host in zip(*columns, work.op_seconds.tolist(), on_host, strict=True)
     ]
     columns = (collectives[name].tolist() for name in ("at", "stream", "phase", "micro"))
-    work += [
+    found += [
         _StreamWork(at, stream, seconds, phase, micro, is_collective=True)
-        for at, stream, phase, micro, seconds in zip(*columns, transfers.tolist(), strict=True)
+        for at, stream, phase, micro, seconds in zip(*columns, work.collective_seconds[which].tolist(), strict=True)
     ]
     columns = (waits[name].tolist() for name in ("at", "stream", "source", "until"))
-    work += [_StreamWork(at, stream, source=source, until=until) for at, stream, source, until in zip(*columns, strict=True)]
-    return sorted(work, key=lambda item: item.at)
+    found += [_StreamWork(at, stream, source=source, until=until) for at, stream, source, until in zip(*columns, strict=True)]
+    if exchanges is not None:
+        columns = (getattr(exchanges, name).tolist() for name in ("at", "seconds", "phase", "micro", "needs_host"))
+        found += [
+            _StreamWork(at, 0, seconds, phase, micro, is_exchange=True, needs_host=host)
+            for at, seconds, phase, micro, host in zip(*columns, strict=True)
+        ]
+    return sorted(found, key=lambda item: item.at)
 
 
 @dataclass(slots=True)
@@ -422,14 +395,18 @@ class _Clocks:
                 if last:
                     free[stream] = max(free[stream], done[item.source][last - 1])
                 continue
-            host += efficiency.collective_issue_seconds if item.is_collective else efficiency.issue_seconds
+            host += efficiency.collective_issue_seconds if item.is_collective or item.is_exchange else efficiency.issue_seconds
             if item.on_host:  # offloaded tensors have arrived by then, and nothing else is issued in the meantime
                 host = max([host, *free]) + item.seconds
                 continue
+            if item.needs_host:
+                host = max(host, free[stream])
             start = max(free[stream], host)
             if item.is_collective:
                 start = max(start, links)  # one communicator runs one collective at a time
                 links = start + item.seconds
+            elif item.is_exchange:
+                links = max(links, start) + item.seconds
             if stream == 0:
                 self._account(item, start, ready=free[0])
             free[stream] = start + item.seconds
@@ -441,7 +418,10 @@ class _Clocks:
         """Attribute the compute stream's time to work, waiting for other streams (until `ready`), or waiting for the host."""
         finished, phase = start + item.seconds, PHASES[item.phase]
         sums = self.sums.setdefault(item.micro, _Sums())
-        sums.compute += item.seconds
+        if item.is_exchange:
+            sums.exposed += item.seconds
+        else:
+            sums.compute += item.seconds
         sums.host_bound += max(0.0, start - max(ready, self._compute_end))
         sums.exposed += max(0.0, min(start, ready) - self._compute_end)
         sums.phases[phase] = sums.phases.get(phase, 0.0) + finished - self._compute_end
@@ -450,30 +430,3 @@ class _Clocks:
     def micro_seconds(self, micro: int) -> float:
         """Return the time between the ends of the previous micro-batch and this one, on the compute stream."""
         return self._micro_ends.get(micro, 0.0) - (self._micro_ends.get(micro - 1, 0.0) if micro > 0 else 0.0)
-
-
-# ---- DDP's buckets: gradients that are summed together.
-
-FIRST_BUCKET_BYTES = 1 * MIB
-"""`dist._DEFAULT_FIRST_BUCKET_BYTES`: small, so that the first sum starts early."""
-BUCKET_BYTES = 25 * MIB
-"""`bucket_cap_mb` of DistributedDataParallel."""
-
-
-def in_buckets(trace: Trace, collectives: Records) -> Records:
-    """Return the collectives of one step with DDP's gradients joined into buckets; each bucket is at the position of its last gradient."""
-    if trace.shapes.shards > 1:
-        return collectives
-    is_sum = (collectives["kind"] == COLLECTIVES.index("all_reduce")) & (collectives["phase"] == PHASES.index("backward"))
-    kept, sizes = np.ones(len(collectives), bool), collectives["bytes"].copy()
-    gathered, limit = 0, FIRST_BUCKET_BYTES
-    sums = np.flatnonzero(is_sum).tolist()
-    for row in sums:
-        gathered += int(sizes[row])
-        if gathered >= limit or row == sums[-1]:
-            sizes[row], gathered, limit = gathered, 0, BUCKET_BYTES
-        else:
-            kept[row] = False
-    joined: Records = collectives.copy()
-    joined["bytes"] = sizes
-    return joined[kept]

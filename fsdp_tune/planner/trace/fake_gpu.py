@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import library, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import layer_types
 from fsdp_tune.model.internals.torch_internals import BACKEND_MODULE, HOST_VALUES, REGISTER_BACKEND
-from fsdp_tune.model.internals.transformers_internals import SUPPORTS_FLASH
+from fsdp_tune.model.internals.transformers_internals import SUPPORTS_FLASH, SUPPORTS_SDPA
 from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.kernels.fake_quantised import plan_quantised
 from fsdp_tune.model.kernels.linear_layers import plan_fp8
@@ -330,11 +330,21 @@ def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> 
     if not has_variable_lengths(kernel):
         return recipe, build_empty(recipe, config, vocabulary=vocabulary)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})
-    model = build_empty(recipe, config, vocabulary=vocabulary)
+    with _taking_sdpa(config):
+        model = build_empty(recipe, config, vocabulary=vocabulary)
     if not SUPPORTS_FLASH.of(model):
         message = f"`model.attn_implementation`: {type(model).__name__} does not support FlashAttention"
         raise usage_error("model-refused", message, hint="--set model.attn_implementation=auto")
     return recipe, model
+
+
+@contextlib.contextmanager
+def _taking_sdpa(config: PreTrainedConfig) -> Iterator[None]:
+    """Build a model whose class takes flash kernels but not sdpa (gpt-oss: sdpa has no sinks), of which a trace shows only the work."""
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
+    declares = next(each for each in found.__mro__ if SUPPORTS_SDPA.last in vars(each))
+    with replaced(declares, SUPPORTS_SDPA.last, value=True):
+        yield
 
 
 def attention_windows(recipe: Recipe, model: PreTrainedModel) -> list[int | None]:

@@ -189,6 +189,12 @@ def test_variable_length_attention_is_planned_without_a_gpu(written: str, family
     assert trace_of(recipe).facts.attention == ["flash"]
 
 
+def test_flash_kernels_of_a_model_without_sdpa_are_planned() -> None:
+    """gpt-oss: its attention has sinks, which sdpa lacks, so that the class refuses it."""
+    found = trace_of(deep(2, family="gpt_oss", model={"attn_implementation": "kernels-community/vllm-flash-attn3"}))
+    assert found.facts.attention == ["flash"]
+
+
 def test_flash_attention_of_a_model_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 

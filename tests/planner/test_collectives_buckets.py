@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import MIB
-from fsdp_tune.planner.predict.timing import BUCKET_BYTES, FIRST_BUCKET_BYTES, in_buckets
+from fsdp_tune.planner.predict.collectives import BUCKET_BYTES, FIRST_BUCKET_BYTES, in_buckets
 from fsdp_tune.planner.trace_format import Records, Trace
 from tests.planner.hand_trace import Hand
 

@@ -9,7 +9,7 @@ import pytest
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.core.units import GIB, MIB
-from fsdp_tune.planner.predict.timing import Volume, bus_bytes_per_second, collective_seconds, sent_bytes
+from fsdp_tune.planner.predict.collectives import Volume, bus_bytes_per_second, collective_seconds, sent_bytes
 
 A100 = find_hardware("A100-80GB")
 EIGHT = Group(8, 1)

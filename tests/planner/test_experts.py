@@ -1,0 +1,136 @@
+"""Expert parallelism: what the step of a mixture of experts becomes if ranks divide the experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_tune.core.gpus import find_hardware
+from fsdp_tune.core.topology import Group, Topology
+from fsdp_tune.planner.predict.collectives import collective_seconds
+from fsdp_tune.planner.predict.experts import expert_rows, imbalance, why_experts
+from fsdp_tune.planner.predict.timing import efficiency_of, step_time, tile_share
+from fsdp_tune.planner.trace_format import PHASES, Trace, TraceFacts, Unit
+from tests.planner.hand_trace import Hand
+
+H100, B200 = find_hardware("H100-SXM"), find_hardware("B200")
+EFFICIENCY = efficiency_of(H100)
+ELEMENTS, HIDDEN, EXPERTS, CHOSEN, TOKENS = 1_000_000_000, 64, 16, 2, 4096
+ROWS = TOKENS * CHOSEN
+MODULES = ("", "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj.weight")
+
+
+def mixture(*, products: int = 4, shards: int = 8, experts: int = EXPERTS) -> Trace:
+    """One layer, of which experts are nine tenths: a gather, a forward of two products, and a backward of `products`."""
+    hand = Hand()
+    hand.hold(1, ELEMENTS // 10 * 9 * 4 // shards, kind="parameters").hold(2, ELEMENTS // 10 * 4 // shards, kind="parameters")
+    hand.hold(3, ELEMENTS * 4, kind="all-gather buffers").hold(3, -ELEMENTS * 4, kind="all-gather buffers")
+    hand.collective("all_gather", ELEMENTS * 4).wait(0, 1)
+    for phase, count in (("forward", 2), ("backward", products)):
+        hand.op("mul", phase=phase, moved=10)
+        for _ in range(count):
+            hand.op("_grouped_mm", flops=2e12, moved=10**9, phase=phase)
+        hand.op("add", phase=phase, moved=10)
+    hand.collective("reduce_scatter", ELEMENTS * 4, phase="backward")
+    found = hand.trace(topology=Topology(shard=shards), tokens=TOKENS)
+    events, ops = found.events.copy(), found.ops.copy()
+    events["phase"][:2], events["step"][:2], events["module"][:2] = PHASES.index("load"), -1, (1, 2)
+    for table in (events, ops):
+        table["layer"] = 0
+    unit = Unit("model.layers.0", 0, ELEMENTS, ELEMENTS * 4, ELEMENTS * 4)
+    facts = TraceFacts(config={"num_experts": experts, "num_experts_per_tok": CHOSEN})
+    return replace(found, events=events, ops=ops, modules=MODULES, units=(unit,), facts=facts)
+
+
+def rows_of(trace: Trace, **options: Any) -> dict[int, Any]:
+    return {row.ep_size: row for row in expert_rows(trace, H100, 1, EFFICIENCY, **options)}
+
+
+def seconds(kind: str, size: float, ranks: int) -> float:
+    found = collective_seconds(kind, size, Group(ranks, 1), H100)
+    assert found is not None
+    return found
+
+
+def test_one_rank_is_the_plan_itself() -> None:
+    trace = mixture()
+    timed, alone = step_time(trace, H100, 1, EFFICIENCY), rows_of(trace)[1]
+    assert (alone.step_seconds, alone.exchange_seconds, alone.imbalance) == (timed.step_seconds, 0.0, 1.0)
+    assert alone.rows_of_expert == ROWS / EXPERTS
+
+
+def test_experts_of_all_ranks_are_not_gathered() -> None:
+    """The rest of the unit is, a tenth; with two ranks, half of the experts are, among four."""
+    found, size = rows_of(mixture()), ELEMENTS * 4
+    both = ("all_gather", "reduce_scatter")
+    assert found[1].gather_seconds == pytest.approx(sum(seconds(kind, size, 8) for kind in both))
+    assert found[8].gather_seconds == pytest.approx(sum(seconds(kind, size / 10, 8) for kind in both))
+    assert found[2].gather_seconds == pytest.approx(sum(seconds(kind, size / 10, 8) + seconds(kind, size * 0.45, 4) for kind in both))
+    assert found[8].step_seconds < found[1].step_seconds
+
+
+@pytest.mark.parametrize(("products", "passes"), [(4, 4), (6, 5), (2, 4)])  # in the backward: plain, recomputed, frozen experts
+def test_tokens_are_exchanged_around_each_pass(products: int, passes: int) -> None:
+    """Recomputation sends tokens again, and ends before it needs their results."""
+    load, size = imbalance(8, EXPERTS), ROWS * HIDDEN * 2
+    sorting = 2 * size * load / (H100.bandwidth_bytes_per_second * EFFICIENCY.bandwidth) + EFFICIENCY.kernel_seconds
+    numbers = seconds("all_to_all", 8 * EXPERTS, 8) * (2 if products == 6 else 1)
+    expected = passes * (seconds("all_to_all", size * load, 8) + sorting) + numbers
+    assert rows_of(mixture(products=products))[8].exchange_seconds == pytest.approx(expected)
+
+
+def test_products_read_fewer_weights_and_fill_more_of_a_tile() -> None:
+    trace = mixture()
+    for column in ("flops", "moved_bytes"):
+        ops = trace.ops.copy()
+        ops[column] = np.where(ops["flops"] > 0, 1, ops[column])  # bound by the other one
+        found = rows_of(replace(trace, ops=ops))
+        assert found[8].product_seconds < found[1].product_seconds * imbalance(8, EXPERTS)
+
+
+def test_buffers_of_gathered_experts_shrink_and_state_does_not() -> None:
+    found = rows_of(mixture())
+    gathered = ELEMENTS * 4 / 2**30
+    assert found[1].peak_allocated_gib - found[8].peak_allocated_gib == pytest.approx(gathered * 0.9 * 7 / 8, rel=1e-6)
+
+
+def test_sizes_that_divide_neither_ranks_nor_experts_are_left_out() -> None:
+    assert list(rows_of(mixture(shards=4))) == [1, 2, 4]
+    assert list(rows_of(mixture(experts=4))) == [1, 2, 4]
+    assert list(rows_of(mixture(), with_sizes=(1, 2))) == [1, 2]
+
+
+def test_dense_models_and_single_ranks_have_no_rows() -> None:
+    trace = mixture()
+    assert rows_of(replace(trace, facts=TraceFacts(config={}))) == {}
+    assert rows_of(mixture(shards=1)) == {}
+    slow = replace(H100, nvlink_gb_s=None, pcie_gb_s=None)
+    assert expert_rows(trace, slow, 1, EFFICIENCY) == ()
+
+
+def test_reason_names_gains_and_costs() -> None:
+    rows = tuple(rows_of(mixture()).values())
+    assert why_experts(()) is None
+    text = why_experts(rows)
+    assert text is not None
+    assert text.startswith("8 ranks that divide the experts are ")
+    assert f"all-to-all adds {rows[-1].exchange_seconds:.3g} s" in text
+    slow = tuple(replace(row, step_seconds=float(row.ep_size)) for row in rows)
+    assert "2 ranks that divide the experts are 50% slower than without expert parallelism: " in str(why_experts(slow))
+    close = (replace(rows[0], step_seconds=1.1), replace(rows[1], step_seconds=1.0))
+    assert "10% faster than without expert parallelism, within the error of such gains (a factor of 1.2): " in str(why_experts(close))
+
+
+def test_fullest_rank_has_more_rows_the_fewer_experts_it_has() -> None:
+    assert imbalance(1, 128) == 1.0
+    assert 1.0 < imbalance(2, 128) < imbalance(8, 128) < imbalance(8, 32) < 1.5
+
+
+def test_tiles_of_a_grouped_product_are_torchs() -> None:
+    """`GroupMM.cu`: 256 rows on Blackwell, 128 on Hopper, half of it for few rows; the last tile of a group is half full."""
+    assert tile_share(256, H100) == 256 / (256 + 64)
+    assert tile_share(256, B200) == 256 / (256 + 128)
+    assert tile_share(64, H100) == 64 / (64 + 32)
