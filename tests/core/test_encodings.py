@@ -135,7 +135,7 @@ def test_nvfp4_is_that_of_torchao() -> None:
     tensors, wanted = nvfp4()
     assert torch.equal(whole(tensors, MODELOPT), wanted)
     assert torch.equal(whole(tensors, {"quant_method": "modelopt_fp4"}), wanted)
-    assert find_encodings(types_of(tensors), MODELOPT).parts.keys() == tensors.keys()
+    assert find_encodings(types_of(tensors), MODELOPT).parts == tensors.keys()
 
 
 def test_nvfp4_of_compressed_tensors_divides_by_the_scale_of_the_tensor() -> None:
@@ -175,6 +175,26 @@ def test_settings_of_modelopt_are_found_in_their_own_file() -> None:
     assert method_of(settings_of_files(written.get, [W + "weight_scale"])) == "modelopt"
     assert settings_of_files(written.get, [W + "weight"]) == {}
     assert method_of(settings_of_files((written | {"config.json": {"quantization_config": FP8}}).get, [W + "weight_scale"])) == "fp8"
+
+
+CACHE_ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
+@pytest.mark.parametrize("settings", [CACHE_ALONE, MODELOPT, {"quant_method": "quark"}, FP8])
+@pytest.mark.parametrize("part", ["k_scale", "k_proj.k_scale", "v_zero_point", "prob_output_scale", "k_proj.input_scale"])
+def test_tensors_that_quantise_a_cache_beside_plain_weights_are_none_of_a_plain_model(settings: dict[str, Any], part: str) -> None:
+    attention = "model.layers.0.self_attn."
+    tensors = {f"{attention}k_proj.weight": torch.rand(8, 8), f"{attention}{part}": torch.tensor(0.02)}
+    found = find_encodings(types_of(tensors), settings)
+    assert found.of_activations == (attention + part,)
+    assert found.parts == {attention + part}
+    assert found.unread == ()
+    assert find_encodings(types_of(tensors), {}).parts == set()  # nothing gives it that meaning
+
+
+def test_settings_of_modelopt_are_found_if_only_the_cache_is_quantised() -> None:
+    written: dict[str, Any] = {"config.json": {}, "hf_quant_config.json": {"quantization": {"kv_cache_quant_algo": "FP8"}}}
+    assert method_of(settings_of_files(written.get, ["model.layers.0.self_attn.k_proj.k_scale"])) == "modelopt"
 
 
 def drop(*names: str) -> Callable[[Tensors], Tensors]:

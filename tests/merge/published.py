@@ -167,6 +167,15 @@ def _of_older_modelopt(base: Base) -> Base:
     return base
 
 
+CACHE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
+def _with_cache(base: Base) -> Base:
+    """Add the scales of a cache in fp8 next to projections in floating point."""
+    kinds = [name.removesuffix("_proj.weight") for name in base.plain if name.endswith((".k_proj.weight", ".v_proj.weight"))]
+    return _write(base, base.plain | {f"{kind}_scale": torch.tensor([0.02]) for kind in kinds}, CACHE)
+
+
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
@@ -239,6 +248,7 @@ LAYOUTS: dict[str, Callable[[Path], Base]] = {
     "llama with rotary frequencies": lambda folder: _renamed(
         _save(folder, "llama", **TEXT), extra={"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)}
     ),
+    "llama, quantised cache (compressed-tensors)": lambda folder: _with_cache(_save(folder, "llama", **TEXT)),
     "llama int8 (compressed-tensors)": lambda folder: _quantised(
         _save(folder, "llama", **TEXT), _by_channel(torch.int8, 127), _compressed("int-quantized", num_bits=8, type="int")
     ),

@@ -37,6 +37,9 @@ _FP8_SCALES = ("{}_scale_inv", "{}scale", "{}qscale_weight")
 """Names of the scales of a weight `X.weight`, of which the last two replace the last part (DeepSeek V4, Mistral Large 4)."""
 _UNUSED = ("activation_scale", "input_scale", "output_scale", "qscale_act", "input_zero_point", "input_global_scale")
 """Parts next to a weight that quantise its input: training computes with inputs as they are."""
+_OF_CACHE = tuple(f"{part}_{end}" for part in ("k", "v", "q", "kv") for end in ("scale", "zero_point", "global_scale"))
+_OF_ACTIVATIONS = frozenset({*_UNUSED, *_OF_CACHE, "prob_scale", "prob_output_scale"})
+"""Last parts of names of tensors that quantise what layers compute: inputs, outputs, queries and the cache of keys and values."""
 _MARKS = ("_scale_inv", "_scale", "_packed", "_zero_point", "_global_scale", "_g_idx", "_scale_2")
 _CODES_OF_OTHERS = ("I8", "U8", "I16", "U16", "I32", "U32")
 _SIGNS = ("scale", "absmax", "SCB", "codebook", "centroids", "zero")
@@ -218,15 +221,20 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class Encodings:
-    """`weights`: the decoded weights by name; `unread`: tensors of an encoding that no rule covers."""
+    """`weights`: the decoded weights by name; `unread`: tensors of an encoding that no rule covers.
+
+    `of_activations`: tensors that quantise what layers compute and belong to no quantised weight. A plain model does without them:
+    config.json loses the settings that use them, and they were measured before the training.
+    """
 
     weights: dict[str, Encoded] = field(default_factory=dict[str, Encoded])
     unread: tuple[Unread, ...] = ()
+    of_activations: tuple[str, ...] = ()
 
     @property
-    def parts(self) -> dict[str, Encoded]:
-        """{tensor of the files: the weight that it belongs to}."""
-        return {part: weight for weight in self.weights.values() for part in weight.parts}
+    def parts(self) -> set[str]:
+        """Names of the tensors of the files that a plain model does not have."""
+        return {*self.of_activations, *(part for weight in self.weights.values() for part in weight.parts)}
 
 
 SETTINGS = ("quantization_config", "compression_config")
@@ -255,7 +263,7 @@ def settings_of_files(read: Callable[[str], Mapping[str, Any] | None], tensors: 
     file of their own, and in older versions to no other.
     """
     found = quantisation_of(read("config.json") or {})
-    if found or not any(name.endswith(".weight_scale") for name in tensors):
+    if found or not any(name.endswith(".weight_scale") or is_of_activations(name) for name in tensors):
         return found
     written = json_object(json_object(read(MODELOPT_FILE)).get("quantization"))
     return {"quant_method": MODELOPT, **written} if written else {}
@@ -293,12 +301,19 @@ def find_encodings(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
             unread[each.name] = each.why
         else:
             weights[each.name] = each
-    taken = {part for weight in weights.values() for part in weight.parts}
+    of_weights = {part for weight in weights.values() for part in weight.parts}
+    of_activations = [name for name in tensors if settings and is_of_activations(name) and name not in of_weights and name not in unread]
+    taken = {*of_weights, *of_activations}
     owners = {owner for name in tensors if name not in taken for owner, _, part in [name.rpartition(".")] if any(map(part.count, _SIGNS))}
     for name, stored in tensors.items():
         if name not in taken and name not in unread and (why := _why_unread(name, stored, owners)) is not None:
             unread[name] = why
-    return Encodings(weights, tuple(Unread(name, why) for name, why in sorted(unread.items())))
+    return Encodings(weights, tuple(Unread(name, why) for name, why in sorted(unread.items())), tuple(sorted(of_activations)))
+
+
+def is_of_activations(name: str) -> bool:
+    """Return whether a tensor has a name of those that quantise what layers compute (`k_scale`)."""
+    return name.rpartition(".")[2] in _OF_ACTIVATIONS
 
 
 def _why_unread(name: str, stored: StoredType, owners: set[str]) -> str | None:
