@@ -13,7 +13,8 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, method_of, quantisation_of, settings_of_files
+from fsdp_tune.core.tensors.encoded import Encoded, StoredType
+from fsdp_tune.core.tensors.encodings import find_encodings, method_of, quantisation_of, settings_of_files
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 W = "model.layers.0.mlp.up_proj."
@@ -22,6 +23,7 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
+    torch.float16: "F16",
     torch.uint8: "U8",
     torch.int8: "I8",
     torch.int32: "I32",
@@ -48,7 +50,7 @@ def read(weight: Encoded, tensors: Tensors, start: tuple[int, ...], sizes: tuple
     """Decode a box from the codes that it needs alone, as ranks and merges do."""
     first, shape = weight.box_of_codes(start, sizes)
     codes = as_numpy(tensors[weight.codes])[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]
-    others = (as_numpy(tensors[part]) if part else None for part in (weight.zero_points, weight.tensor_scale))
+    others = (as_numpy(tensors[part]) if part else None for part in weight.others)
     return torch.from_numpy(weight.decode(start, sizes, codes, as_numpy(tensors[weight.scales]), *others).copy())
 
 

@@ -25,7 +25,13 @@ from fsdp_tune.run.base_model import BaseLayout, BaseRecord, describe_base
 from tests.merge.published import KINDS, LAYOUTS, merge_untrained
 from tests.model.recipes import recipe_of
 
-FAST = {("qwen3 fp8", "lora"), ("deepseek_v3 fp8 + layer", "full"), ("qwen3_5 + visual + mtp", "lora")}
+FAST = {
+    ("qwen3 fp8", "lora"),
+    ("llama GPTQ", "lora"),
+    ("llama AWQ", "full"),
+    ("deepseek_v3 fp8 + layer", "full"),
+    ("qwen3_5 + visual + mtp", "lora"),
+}
 COMPOSITE = "qwen3_5 + visual + mtp"
 CASES = [
     pytest.param(name, kind, marks=() if (name, kind) in FAST else pytest.mark.slow, id=f"{name}-{kind}")

@@ -12,7 +12,8 @@ from typing import Any
 from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
-from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, is_of_activations, settings_of_files
+from fsdp_tune.core.tensors.encoded import Encoded, StoredType
+from fsdp_tune.core.tensors.encodings import find_encodings, is_of_activations, settings_of_files
 from fsdp_tune.core.values import json_object
 from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
 from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
@@ -75,8 +76,8 @@ def _dtype_of(config: Mapping[str, Any]) -> DType:
 
 
 def _weight(weight: Encoded, tensors: Mapping[str, SourceTensor], dtype: DType) -> SourceTensor:
-    codes, others = tensors[weight.codes], (tensors[part] if part else None for part in (weight.zero_points, weight.tensor_scale))
-    encoded = EncodedTensor(weight, codes, tensors[weight.scales], *others)
+    codes, others = tensors[weight.codes], tuple(tensors[part] if part else None for part in weight.others)
+    encoded = EncodedTensor(weight, codes, tensors[weight.scales], others)
     return SourceTensor(weight.name, dtype, weight.shape, (), codes.files, encoded=encoded)
 
 

@@ -23,7 +23,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.families import LAYERS, part_of
-from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, StoredType, Unread, find_encodings, method_of
+from fsdp_tune.core.tensors.encoded import StoredType, Unread
+from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, find_encodings, method_of
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import layers_in_4_bits
 from fsdp_tune.model.loading.unfilled import TensorSource, unfilled_problems
