@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.values import is_mapping
 from fsdp_tune.migrate.ledger import Path as KeyPath
 from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
@@ -23,6 +23,7 @@ from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
+from fsdp_tune.recipe.read.plain_yaml import about_the_file
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
 
@@ -101,7 +102,7 @@ def _manifest(text: str, path: Path) -> EngineManifest | None:
     try:
         return manifest_in(text, str(path))
     except FsdpTuneError as error:
-        raise FsdpTuneError(*(_about_the_file(problem) for problem in error.problems)) from error
+        raise FsdpTuneError(*(about_the_file(problem) for problem in error.problems)) from error
 
 
 def _nothing_to_import(manifest: EngineManifest, path: Path) -> FsdpTuneError:
@@ -233,17 +234,13 @@ def _yaml(text: str, path: Path, tool: str) -> ForeignFile:
     root, problems = compose(text, str(path))
     wrong = [problem for problem in problems if problem.code != "recipe-not-text"]
     if wrong:
-        raise FsdpTuneError(*(_about_the_file(problem) for problem in wrong))
+        raise FsdpTuneError(*(about_the_file(problem) for problem in wrong))
     values = _mapping(None if root is None else _value(root), path)
     lines: dict[KeyPath, int] = {}
     if root is not None:
         _collect_lines(root, (), lines)
     above, beside = _comments(text, lines)
     return ForeignFile(path, tool, values, lines, above, beside)
-
-
-def _about_the_file(problem: Problem) -> Problem:
-    return Problem(problem.code, problem.message.replace("the recipe", "the file"), problem.where, problem.hint)
 
 
 def _value(node: Node) -> Any:
