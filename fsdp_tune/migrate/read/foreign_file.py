@@ -17,7 +17,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.values import is_mapping
 from fsdp_tune.migrate.ledger import Path as KeyPath
 from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
-from fsdp_tune.migrate.read.command_line import command_in, parse_command, starter
+from fsdp_tune.migrate.read.command_line import ForeignCommand, command_in, parse_command, starter
 from fsdp_tune.migrate.read.engine_manifest import EngineManifest, manifest_in
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
@@ -75,8 +75,7 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     if command is not None:
         values, named = parse_command(command.words)
         above: dict[KeyPath, list[str]] = {(): command.comments}
-        if manifest is not None and (machines := manifest.machines_at(command.line)) > 1:
-            values[MANIFEST] = {"machines" if starter(command.words) in manifest.joined else "nodes": machines}
+        values |= {MANIFEST: machines} if manifest is not None and (machines := _machines(manifest, command)) else {}
         values |= {SBATCH: {name: option.value for name, option in options.items()}} if options else {}
         lines: dict[KeyPath, int] = {(SBATCH, name): option.line for name, option in options.items()}
         found = ForeignFile(path, tool or named or "", values, lines, above, unread=command.unread, written_file=command.written_file)
@@ -241,6 +240,13 @@ def _yaml(text: str, path: Path, tool: str) -> ForeignFile:
         _collect_lines(root, (), lines)
     above, beside = _comments(text, lines)
     return ForeignFile(path, tool, values, lines, above, beside)
+
+
+def _machines(manifest: EngineManifest, command: ForeignCommand) -> dict[str, int]:
+    """Return the machines that run a command, under the key that says whether they train as one, and the ranks of each."""
+    containers, started_by = manifest.containers_at(command.line), starter(command.words)
+    found = {"machines" if started_by in manifest.joined else "nodes": containers.machines} if containers.machines > 1 else {}
+    return found | ({"processes": containers.processes} if started_by == "torchrun" and containers.processes is not None else {})
 
 
 def _value(node: Node) -> Any:
