@@ -45,7 +45,6 @@ def env(screen: Screen) -> None:
 def gather() -> dict[str, Any]:
     """Collect the complete document, including what torch reports."""
     from fsdp_tune.core.devices import (
-        accelerate_default_config,
         hidden_by,
         host,
         interconnect,
@@ -56,6 +55,7 @@ def gather() -> dict[str, Any]:
         visible_devices,
     )
     from fsdp_tune.launch.command.accelerate import relevant_variables
+    from fsdp_tune.launch.command.default_config import accelerate_default_config
 
     devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
     return {

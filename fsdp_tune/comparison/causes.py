@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-import yaml
-
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.secrets import mask_text, masked
+from fsdp_tune.core.units import ScalarError, parse_plain
 from fsdp_tune.core.values import json_list, json_object
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.schema.keys import effect_of
@@ -218,7 +217,7 @@ def setting_of(written: Mapping[str, object], path: KeyPath, value: object) -> t
 
 def yaml_value(value: object) -> str:
     """Return the text that `--set` reads as this value."""
-    with suppress(yaml.YAMLError):
-        if isinstance(value, str) and yaml.safe_load(value) == value:
+    with suppress(ScalarError):
+        if isinstance(value, str) and value and value == value.strip() and value[0] not in "[{\"'" and parse_plain(value) == (value, None):
             return value
     return json.dumps(value, ensure_ascii=False)

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fsdp_tune.core.cgroups import core_limit, memory_limit
 from fsdp_tune.core.nvml import NVML_SUCCESS, Nvml, open_nvml
 from fsdp_tune.core.refused_variables import find_refusal
@@ -356,8 +354,6 @@ PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes"),
     *("flash-attn", "liger-kernel", "torchao", "triton", "numpy", "ml_dtypes", "pydantic", "typer", "tensorboard", "wandb"),
 )
-# https://github.com/huggingface/accelerate: commands/config/config_args.py, default_config_file
-_ACCELERATE_DEFAULTS = ("default_config.yaml", "default_config.json")
 
 
 def versions() -> dict[str, str | None]:
@@ -431,22 +427,3 @@ def _word(path: Path) -> str | None:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return None
-
-
-def accelerate_default_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the default Accelerate config, which a bare `accelerate launch` uses and fsdp-tune ignores; None if there is none."""
-    home = Path(environment.get("HOME", "~")).expanduser()
-    cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
-    folder = Path(environment.get("HF_HOME") or cache / "huggingface") / "accelerate"
-    for name in _ACCELERATE_DEFAULTS:
-        path = folder / name
-        if path.is_file():
-            return {"path": str(path), "content": _parsed(path)}
-    return None
-
-
-def _parsed(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        return f"cannot be read: {error}"

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.units import GIB
 
 TABLE = Path(__file__).with_name("hardware.yaml")
@@ -88,13 +88,6 @@ def cpu_rank(usable_bytes: int) -> Hardware:
     return Hardware(CPU, memory_gb=usable_bytes / 1e9, bandwidth_gb_s=1.0, usable_gib=usable_bytes / GIB, devices_per_machine=None)
 
 
-_LINKS = ("nvlink_gb_s", "pcie_gb_s", "network_gb_s")
-_NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", *_LINKS, "compute_capability", "matmul_tflops", "dollars_per_hour")
-_PEAKS = ("bf16_tflops", "fp16_tflops", "fp8_tflops", "tf32_tflops", "fp32_tflops")
-_KEYS = (*_NUMBERS, *_PEAKS, "devices_per_machine", "device_names", "source", "name")
-_MAY_BE_ZERO = ("nvlink_gb_s",)
-
-
 def squeezed(name: str) -> str:
     """Normalise a name: `a100 80gb`, `A100-80GB` and `A100_80GB` are equal."""
     return re.sub(r"[\s_-]+", "", name).casefold()
@@ -104,16 +97,14 @@ def squeezed(name: str) -> str:
 def known_hardware() -> Mapping[str, Hardware]:
     """Return every GPU of the table by name."""
     table: dict[str, dict[str, object]] = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {name: _hardware(name, fields) for name, fields in table.items()}
+    return {name: hardware_of(name, fields) for name, fields in table.items()}
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return a GPU by name (ignoring case, spaces and hyphens), by the driver's device name, or from a user's YAML file.
+    """Return a GPU by name (ignoring case, spaces and hyphens), or by the driver's device name.
 
-    Raises: usage error `unknown-gpu` with the known names, or `wrong-gpu-file` with the problems of the file.
+    Raises: usage error `unknown-gpu` with the known names.
     """
-    if name.endswith((".yaml", ".yml")):
-        return read_hardware(Path(name))
     table = known_hardware()
     by_squeezed = {squeezed(known): known for known in table}
     if (exact := by_squeezed.get(squeezed(name))) is not None:
@@ -138,43 +129,8 @@ def detect(device_name: str | None) -> Hardware | None:
     return next((gpu for gpu in known_hardware().values() if wanted in map(squeezed, gpu.device_names)), None)
 
 
-def read_hardware(path: Path) -> Hardware:
-    """Read a GPU from a user's YAML file: keys of `hardware.yaml` and `name`, `network_gb_s`, `devices_per_machine`, `dollars_per_hour`."""
-    try:
-        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise usage_error("wrong-gpu-file", f"{path} cannot be read: {error}", where=Where(str(path))) from error
-    if not isinstance(content, dict):
-        raise usage_error("wrong-gpu-file", f"{path} is not a mapping of keys to values", where=Where(str(path)))
-    fields = cast(dict[Any, Any], content)
-    wrong = [*_wrong_keys(fields), *_wrong_values(fields)]
-    if wrong:
-        raise FsdpTuneError(*(Problem("wrong-gpu-file", message, Where(str(path), key=key)) for key, message in wrong))
-    return _hardware(str(fields.pop("name", path.stem)), fields)
-
-
-def _wrong_keys(fields: dict[object, object]) -> list[tuple[str, str]]:
-    unknown = [str(key) for key in fields if key not in _KEYS]
-    wrong: list[tuple[str, str]] = []
-    for key in unknown:
-        close = difflib.get_close_matches(key, _KEYS, n=1)
-        wrong.append((key, f"unknown key `{key}`" + (f": did you mean `{close[0]}`?" if close else f"; known: {', '.join(_KEYS)}")))
-    return wrong + [(key, f"`{key}` is missing") for key in ("memory_gb", "bandwidth_gb_s") if fields.get(key) is None]
-
-
-def _wrong_values(fields: dict[Any, Any]) -> list[tuple[str, str]]:
-    wrong: list[tuple[str, str]] = []
-    for key in (*_NUMBERS, *_PEAKS, "devices_per_machine"):
-        value = fields.get(key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-        if value is not None and not (is_number and (value > 0 or key in _MAY_BE_ZERO)):
-            wrong.append((key, f"`{key}` must be a number above zero, not {value!r}"))
-    if not isinstance(fields.get("devices_per_machine", 1), int | None):
-        wrong.append(("devices_per_machine", "`devices_per_machine` must be a whole number"))
-    return wrong
-
-
-def _hardware(name: str, fields: Mapping[str, object]) -> Hardware:
+def hardware_of(name: str, fields: Mapping[str, object]) -> Hardware:
+    """Return a GPU from keys of `hardware.yaml` and their values."""
     values: dict[str, Any] = dict(fields)
     values["device_names"] = tuple(values.get("device_names") or ())
     return Hardware(name=name, **values)

@@ -22,11 +22,12 @@ from fsdp_tune.core.atomic import DISK, check_output_file, write_file
 from fsdp_tune.core.command import Target
 from fsdp_tune.core.devices import Device, Machine, this_machine
 from fsdp_tune.core.errors import FsdpTuneError, Notice, failed_error, usage_error
-from fsdp_tune.core.gpus import CPU, Hardware, cpu_rank, detect, find_hardware, known_hardware
+from fsdp_tune.core.gpus import CPU, Hardware, cpu_rank, detect, known_hardware
 from fsdp_tune.jobs.observer import Observer, session
 from fsdp_tune.jobs.options import Allowed
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.planner import tracing as traces
+from fsdp_tune.planner.gpu_file import find_or_read_hardware
 from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.experts import LOADS_ASSUMED, expert_rows, why_experts
 from fsdp_tune.planner.predict.memory import disk
@@ -334,7 +335,7 @@ class PlannedHere:
 def planned_here(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowed: Allowed, observer: Observer) -> PlannedHere:
     plain = loaded.recipe
     on_cpu = gpu is None and plain.launch.device == "cpu"
-    hardware = None if on_cpu else find_hardware(gpu) if gpu is not None else _own_gpu()
+    hardware = None if on_cpu else find_or_read_hardware(gpu) if gpu is not None else _own_gpu()
     options: list[OptionOverride] = []
     forced: dict[str, str] = {}
     if num_gpus is not None:

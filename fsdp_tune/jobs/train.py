@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp_tune.cluster.submit.slurm import check_allocation
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.devices import accelerate_default_config, host, versions
+from fsdp_tune.core.devices import host, versions
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.library_errors import rust_errors_as_os_errors
 from fsdp_tune.core.ownership import temporary_directory
@@ -36,6 +36,7 @@ from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.jobs.resizing import OwnRun, Resizing, announce_end, held_elsewhere, recorded_devices, refuse_manual_start
 from fsdp_tune.jobs.results import is_merged, merge_checkpoint, push, target_of
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
+from fsdp_tune.launch.command.default_config import accelerate_default_config
 from fsdp_tune.launch.command.resume import (
     Start,
     commands_to_resume,

@@ -32,6 +32,8 @@ from fsdp_tune.run.time_left import TimeLeft
 TAIL_BYTES = 1 << 18
 """Of metrics.jsonl; lines are a few hundred bytes."""
 RUNNING, BUSY, NOT_STARTED = "running", "starting or merging", "not started"
+UNKNOWN = "outcome unknown"
+"""Of a run that was trained, and whose directory does not have the files by which its ranks report."""
 _CONTINUES = (RUNNING, BUSY, NOT_STARTED)
 RECENT_LINES = 20
 """Training lines and evaluations whose losses are returned."""
@@ -216,7 +218,8 @@ def run_status(run: RunDir) -> RunStatus:
     lines = last_lines(run.metrics_jsonl)
     logged = _training_lines(lines)
     losses = [number(line["loss"]) for line in logged]
-    state = _state(owner, ranks, verdict)
+    has_traces = checkpoint is not None or bool(rejected) or any("step" in line for line in lines)
+    state = _state(owner, ranks, verdict, has_traces=has_traces)
     evaluated = checkpoint_events(run)[-RECENT_LINES:]
     total_steps = _total_steps(run.metrics_jsonl, lines)
     left, at = _time_left(lines, total_steps), max(rank.step for rank in ranks)
@@ -319,7 +322,8 @@ def _time_left(lines: list[dict[str, object]], total_steps: int | None) -> TimeL
     return found
 
 
-def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None) -> str:
+def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None, *, has_traces: bool) -> str:
+    """Return the state. `has_traces`: of training, which remain where the logs of the ranks are gone, as in a copy without logs/."""
     if any(rank.state == "live" for rank in ranks):
         return RUNNING
     if owner is not None:
@@ -329,7 +333,9 @@ def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None
     reasons = {rank.state for rank in ranks if rank.exit_code is not None}
     if reasons:  # started manually: no supervisor judged it
         return reasons.pop() if len(reasons) == 1 else " and ".join(sorted(reasons))
-    return "died without an outcome" if any(rank.pid for rank in ranks) else NOT_STARTED
+    if any(rank.pid for rank in ranks):
+        return "died without an outcome"
+    return UNKNOWN if has_traces else NOT_STARTED
 
 
 def _next_commands(run: RunDir, recipe: Recipe, state: str, checkpoint: Checkpoint | None) -> list[str]:

@@ -11,6 +11,7 @@ from fsdp_tune.migrate.ledger import DEFAULT_OF, AccountRow, Ledger
 from fsdp_tune.migrate.open_keys import is_asked, leave_open
 from fsdp_tune.migrate.read import python_script
 from fsdp_tune.migrate.read.command_line import ENVIRONMENT, LAUNCHER
+from fsdp_tune.migrate.read.foreign_file import MANIFEST
 from fsdp_tune.migrate.rules import TRAIN, Rules, is_on
 from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Defaults
 from fsdp_tune.migrate.tools import automodel, axolotl, torchtune
@@ -302,13 +303,13 @@ def _is_unquantised(ledger: Ledger) -> bool:
 def _settle_ranks(ledger: Ledger) -> None:
     """Launchers count the ranks of one machine; a recipe those of all."""
     machines = ledger.get(*MACHINES)
-    for path in ((LAUNCHER, "nproc_per_node"), (ENVIRONMENT, "NPROC_PER_NODE"), ("nproc_per_node",)):
+    for path in ((MANIFEST, "processes"), (LAUNCHER, "nproc_per_node"), (ENVIRONMENT, "NPROC_PER_NODE"), ("nproc_per_node",)):
         local = ledger.value(*path)
-        if not isinstance(local, int) or isinstance(local, bool):
+        row = next((row for row in ledger.rows if row.path == path), None)
+        if row is None or not isinstance(local, int) or isinstance(local, bool) or (path[0] == MANIFEST and row.fate is Fate.DROPPED):
             continue
         ranks = local * machines if isinstance(machines, int) else local
         ledger.settings.pop(RANKS, None)
-        row = next(row for row in ledger.rows if row.path == path)
         if is_asked(ledger, MACHINES):
             row.fate, row.targets = Fate.QUESTION, (RANKS,)
             row.reason = f"{local} on each machine, whose number is not known: write `launch: {{num_processes: N}}` for all of them"

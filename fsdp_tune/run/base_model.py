@@ -247,7 +247,7 @@ class BaseLayout(Document):
 @dataclass(frozen=True, slots=True)
 class BaseRecord(Document):
     counts: dict[str, int] = field(default_factory=dict[str, int])
-    """Tensors of the base's files by fate: trained, frozen, decoded, carried, left out."""
+    """Tensors of the base's files by fate: trained, frozen, decoded, carried, dropped, left out."""
     rules: dict[str, int] = field(default_factory=dict[str, int])
     """Quantised weights by the rule that decodes them."""
     carried: tuple[str, ...] = ()

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_tune.cli.known_combinations import known_bad, version_tuple
-from fsdp_tune.core.devices import accelerate_default_config, host, versions
+from fsdp_tune.core.devices import host, versions
 from tests.cli.conftest import Cli, document
 
 GOOD: dict[str, Any] = {
@@ -84,14 +83,6 @@ def test_env_prints_all_fields_of_a_bug_report(cli: Cli) -> None:
     assert facts["variables"]["removed_at_launch"] == ["RANK"]
     assert facts["variables"]["inherited"]["NCCL_DEBUG"] == "INFO"
     assert "hf_abc" not in done.stdout + done.stderr
-
-
-def test_default_accelerate_config_is_found_in_its_directory(tmp_path: Path) -> None:
-    assert accelerate_default_config({"HF_HOME": str(tmp_path)}) is None
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").write_text("distributed_type: DEEPSPEED\n")
-    found = accelerate_default_config({"HF_HOME": str(tmp_path)})
-    assert found == {"path": str(tmp_path / "accelerate" / "default_config.yaml"), "content": {"distributed_type": "DEEPSPEED"}}
 
 
 def test_host_facts_need_no_torch() -> None:

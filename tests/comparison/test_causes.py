@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_tune.comparison.causes import by_likelihood, causing, different_key, different_paths, value_at, with_values
+import pytest
+
+from fsdp_tune.comparison.causes import (
+    by_likelihood,
+    causing,
+    different_key,
+    different_paths,
+    value_at,
+    with_values,
+    yaml_value,
+)
+from fsdp_tune.core.errors import Where
 from fsdp_tune.recipe.key_paths import KeyPath
+from fsdp_tune.recipe.read.loader import _value
+from fsdp_tune.recipe.read.yaml_source import plain_value
 
 A: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "b"}], "packing": True}, "lora": None, "training": {"seed": 1}}
 B: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "c"}], "packing": True}, "lora": {"r": 8}, "training": {"seed": 1, "x": 2}}
@@ -57,3 +70,33 @@ def test_key_says_what_it_affects_and_hides_secrets() -> None:
     assert different_key(("launch", "env", "API_KEY"), "hunter2", "x").a != "hunter2"
     assert "hf_" not in str(different_key(("data", "train"), [{"path": "https://u:hf_" + "a" * 30 + "@h/x"}], []).a)
     assert not different_key(("output_dir",), "a", "b").changes_numbers
+
+
+VALUES = [
+    "cosine",
+    "a b",
+    "a: b",
+    "# a",
+    "- a",
+    "&a",
+    "*a",
+    "[x",
+    "{x",
+    '"',
+    "'",
+    " a",
+    "yes",
+    "0x",
+    "012",
+    "1_000",
+    "null",
+    "~",
+    "1e3",
+    ".nan",
+    "1e999",
+]
+
+
+@pytest.mark.parametrize("value", [*VALUES, "", "é", "a\nb", 1, 0.5, True, None, [1, "a"], {"path": "yes"}], ids=repr)
+def test_value_is_written_as_set_reads_it(value: Any) -> None:
+    assert plain_value(_value(yaml_value(value), Where("--set"))) == value

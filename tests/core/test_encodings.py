@@ -13,7 +13,8 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, method_of, quantisation_of, settings_of_files
+from fsdp_tune.core.tensors.encoded import Encoded, StoredType
+from fsdp_tune.core.tensors.encodings import find_encodings, method_of, quantisation_of, settings_of_files
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 W = "model.layers.0.mlp.up_proj."
@@ -22,6 +23,7 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
+    torch.float16: "F16",
     torch.uint8: "U8",
     torch.int8: "I8",
     torch.int32: "I32",
@@ -48,7 +50,7 @@ def read(weight: Encoded, tensors: Tensors, start: tuple[int, ...], sizes: tuple
     """Decode a box from the codes that it needs alone, as ranks and merges do."""
     first, shape = weight.box_of_codes(start, sizes)
     codes = as_numpy(tensors[weight.codes])[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]
-    others = (as_numpy(tensors[part]) if part else None for part in (weight.zero_points, weight.tensor_scale))
+    others = (as_numpy(tensors[part]) if part else None for part in weight.others)
     return torch.from_numpy(weight.decode(start, sizes, codes, as_numpy(tensors[weight.scales]), *others).copy())
 
 
@@ -135,7 +137,7 @@ def test_nvfp4_is_that_of_torchao() -> None:
     tensors, wanted = nvfp4()
     assert torch.equal(whole(tensors, MODELOPT), wanted)
     assert torch.equal(whole(tensors, {"quant_method": "modelopt_fp4"}), wanted)
-    assert find_encodings(types_of(tensors), MODELOPT).parts.keys() == tensors.keys()
+    assert find_encodings(types_of(tensors), MODELOPT).parts == tensors.keys()
 
 
 def test_nvfp4_of_compressed_tensors_divides_by_the_scale_of_the_tensor() -> None:
@@ -175,6 +177,26 @@ def test_settings_of_modelopt_are_found_in_their_own_file() -> None:
     assert method_of(settings_of_files(written.get, [W + "weight_scale"])) == "modelopt"
     assert settings_of_files(written.get, [W + "weight"]) == {}
     assert method_of(settings_of_files((written | {"config.json": {"quantization_config": FP8}}).get, [W + "weight_scale"])) == "fp8"
+
+
+CACHE_ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
+@pytest.mark.parametrize("settings", [CACHE_ALONE, MODELOPT, {"quant_method": "quark"}, FP8])
+@pytest.mark.parametrize("part", ["k_scale", "k_proj.k_scale", "v_zero_point", "prob_output_scale", "k_proj.input_scale"])
+def test_tensors_that_quantise_a_cache_beside_plain_weights_are_none_of_a_plain_model(settings: dict[str, Any], part: str) -> None:
+    attention = "model.layers.0.self_attn."
+    tensors = {f"{attention}k_proj.weight": torch.rand(8, 8), f"{attention}{part}": torch.tensor(0.02)}
+    found = find_encodings(types_of(tensors), settings)
+    assert found.of_activations == (attention + part,)
+    assert found.parts == {attention + part}
+    assert found.unread == ()
+    assert find_encodings(types_of(tensors), {}).parts == set()  # nothing gives it that meaning
+
+
+def test_settings_of_modelopt_are_found_if_only_the_cache_is_quantised() -> None:
+    written: dict[str, Any] = {"config.json": {}, "hf_quant_config.json": {"quantization": {"kv_cache_quant_algo": "FP8"}}}
+    assert method_of(settings_of_files(written.get, ["model.layers.0.self_attn.k_proj.k_scale"])) == "modelopt"
 
 
 def drop(*names: str) -> Callable[[Tensors], Tensors]:

@@ -1,8 +1,6 @@
-"""The table of GPUs: complete, with sources, found under any spelling; and user-defined files."""
+"""The table of GPUs: complete, with sources, found under any spelling."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -122,38 +120,3 @@ def test_links_are_one_direction() -> None:
     assert find_hardware("H100-SXM").machine_link_bytes_per_second == 450e9
     assert find_hardware("RTX4090").machine_link_bytes_per_second == 32e9, "no NVLink: PCIe"
     assert find_hardware("RTX3090").machine_link_bytes_per_second == 32e9, "a bridge is not taken for granted"
-
-
-def test_user_defined_gpu_is_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "h100_96.yaml"
-    path.write_text(
-        "{memory_gb: 96, usable_gib: 95.04, bandwidth_gb_s: 3350, bf16_tflops: 989.4, network_gb_s: 50, devices_per_machine: 8}"
-    )
-    gpu = find_hardware(str(path))
-    assert (gpu.name, gpu.usable_gib, gpu.network_gb_s, gpu.fp8_tflops) == ("h100_96", 95.04, 50, None)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{memory_gb: 24, bandwith_gb_s: 600}", "did you mean `bandwidth_gb_s`?"),
-        ("{bandwidth_gb_s: 600}", "`memory_gb` is missing"),
-        ("{memory_gb: -1, bandwidth_gb_s: 600}", "must be a number above zero"),
-        ("{memory_gb: 24, bandwidth_gb_s: .inf}", "must be a number above zero"),
-        ("{memory_gb: 24, bandwidth_gb_s: 600, devices_per_machine: 1.5}", "whole number"),
-        ("[1, 2]", "not a mapping"),
-        ("a: [", "cannot be read"),
-    ],
-)
-def test_invalid_hardware_file_is_refused_with_reason(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(FsdpTuneError) as caught:
-        find_hardware(str(path))
-    assert any(message in problem.message for problem in caught.value.problems)
-    assert {problem.code for problem in caught.value.problems} == {"wrong-gpu-file"}
-
-
-def test_missing_hardware_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FsdpTuneError, match="cannot be read"):
-        find_hardware(str(tmp_path / "none.yaml"))

@@ -464,6 +464,22 @@ def test_status_of_a_run_that_was_never_started(fresh: RunDir) -> None:
 
 
 @pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize("trace", ["metrics", "checkpoint", "incomplete checkpoint"])
+def test_run_with_traces_of_training_is_not_reported_as_never_started(fresh: RunDir, trace: str) -> None:
+    """A copy, or a mirror, may lack the heartbeats and outcomes of the ranks."""
+    if trace == "metrics":
+        fresh.metrics_jsonl.write_text('{"step": 3, "loss": 2.0, "time": 1.0}\n')
+    else:
+        checkpoint(fresh, 3)
+    if trace == "incomplete checkpoint":
+        next((fresh.path / "checkpoint-3").glob("manifest.json")).unlink()
+    facts = run_status(fresh)
+    assert facts.state == "outcome unknown"
+    assert facts.has_ended
+    assert any("--resume auto" in way for way in facts.ways_on)
+
+
+@pytest.mark.usefixtures("recipe")
 def test_status_reports_how_killed_ranks_ended(fresh: RunDir) -> None:
     killed = Problem("rank-killed", "rank 1 was killed by SIGKILL")
     Verdict(ExitCode.LOST_RANK, ExitReason.LOST_RANK, 7, killed).write(fresh.outcome_json)

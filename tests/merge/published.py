@@ -11,7 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,43 @@ def _nvfp4_packed(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
     return found, (values * (scales.float() / of_tensor)[..., None]).reshape(value.shape)
 
 
+def _words(values: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Return words of eight values of a row each, value i in the four bits from 4 * order[i] on."""
+    words = sum(values.long()[:, at::8] << (4 * position) for at, position in enumerate(order))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
+
+
+def _by_groups(value: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes [in, out], zero points and scales [groups, out] of a weight, and the values that they mean. `index`: of groups."""
+    groups = int(index.max()) + 1
+    lowest, highest = (
+        torch.stack([edge(value.T[index == at]) for at in range(groups)]) for edge in (lambda x: x.amin(0), lambda x: x.amax(0))
+    )
+    scales = ((highest - lowest) / 15).half()
+    zeros = (-lowest / scales).round().clamp(1, 15)
+    codes = (value.T / scales[index] + zeros[index]).round().clamp(0, 15)
+    return codes, zeros, scales, (scales[index] * (codes - zeros[index]).half()).T.float().contiguous()
+
+
+def _gptq(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+    """Return the tensors of GPTQ with `desc_act`: groups of inputs that are not next to each other, and zero points less one."""
+    index = torch.randperm(value.shape[1]) % (value.shape[1] // 32)
+    codes, zeros, scales, means = _by_groups(value, index)
+    owner = name.removesuffix("weight")
+    parts = {"qweight": _words(codes.T).T.contiguous(), "qzeros": _words(zeros - 1), "scales": scales, "g_idx": index.int()}
+    return {f"{owner}{part}": stored for part, stored in parts.items()}, means
+
+
+def _awq(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+    codes, zeros, scales, means = _by_groups(value, torch.arange(value.shape[1]) // 32)
+    owner, order = name.removesuffix("weight"), (0, 4, 1, 5, 2, 6, 3, 7)
+    return {f"{owner}qweight": _words(codes, order), f"{owner}qzeros": _words(zeros, order), f"{owner}scales": scales}, means
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
 def _fp8_of_tensor(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
     scale = value.abs().max() / 448
     codes = (value / scale).to(torch.float8_e4m3fn)
@@ -165,6 +202,15 @@ def _of_older_modelopt(base: Base) -> Base:
     """Write the settings of ModelOpt to a file of their own, and nothing to config.json."""
     (base.folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
     return base
+
+
+CACHE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
+def _with_cache(base: Base) -> Base:
+    """Add the scales of a cache in fp8 next to projections in floating point."""
+    kinds = [name.removesuffix("_proj.weight") for name in base.plain if name.endswith((".k_proj.weight", ".v_proj.weight"))]
+    return _write(base, base.plain | {f"{kind}_scale": torch.tensor([0.02]) for kind in kinds}, CACHE)
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -239,12 +285,17 @@ LAYOUTS: dict[str, Callable[[Path], Base]] = {
     "llama with rotary frequencies": lambda folder: _renamed(
         _save(folder, "llama", **TEXT), extra={"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)}
     ),
+    "llama, quantised cache (compressed-tensors)": lambda folder: _with_cache(_save(folder, "llama", **TEXT)),
     "llama int8 (compressed-tensors)": lambda folder: _quantised(
         _save(folder, "llama", **TEXT), _by_channel(torch.int8, 127), _compressed("int-quantized", num_bits=8, type="int")
     ),
     "llama int4 (compressed-tensors)": lambda folder: _quantised(
         _save(folder, "llama", **TEXT), _int4, _compressed("pack-quantized", num_bits=4, type="int", group_size=32)
     ),
+    "llama GPTQ": lambda folder: _quantised(_save(folder, "llama", **TEXT), _gptq, GPTQ),
+    "llama AWQ": lambda folder: _quantised(_save(folder, "llama", **TEXT), _awq, AWQ),
+    "qwen3_moe GPTQ": lambda folder: _quantised(_save(folder, "qwen3_moe", **TEXT, **EXPERTS), _gptq, GPTQ),
+    "deepseek_v3 AWQ + layer": lambda folder: _quantised(_next_token_layer(_save(folder, "deepseek_v3", **DEEPSEEK), 2), _awq, AWQ),
     "qwen3 fp8": lambda folder: _quantised(_save(folder, "qwen3", **TEXT), _fp8, FP8),
     "qwen3 fp8 (compressed-tensors)": lambda folder: _quantised(
         _save(folder, "qwen3", **TEXT), _by_channel(torch.float8_e4m3fn, 448), _compressed("float-quantized", num_bits=8, type="float")

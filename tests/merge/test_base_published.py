@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,17 @@ from fsdp_tune.merge.merge_options import MergeOptions
 from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.run.base_model import BaseLayout
+from fsdp_tune.run.base_model import BaseLayout, BaseRecord, describe_base
 from tests.merge.published import KINDS, LAYOUTS, merge_untrained
 from tests.model.recipes import recipe_of
 
-FAST = {("qwen3 fp8", "lora"), ("deepseek_v3 fp8 + layer", "full"), ("qwen3_5 + visual + mtp", "lora")}
+FAST = {
+    ("qwen3 fp8", "lora"),
+    ("llama GPTQ", "lora"),
+    ("llama AWQ", "full"),
+    ("deepseek_v3 fp8 + layer", "full"),
+    ("qwen3_5 + visual + mtp", "lora"),
+}
 COMPOSITE = "qwen3_5 + visual + mtp"
 CASES = [
     pytest.param(name, kind, marks=() if (name, kind) in FAST else pytest.mark.slow, id=f"{name}-{kind}")
@@ -56,6 +63,41 @@ def test_parts_that_are_left_out_are_gone_from_weights_and_config(tmp_path: Path
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
     assert config["mtp_num_hidden_layers"] == 0
     assert "vision_config" not in config
+
+
+def test_scales_of_a_cache_are_dropped_and_a_merge_needs_no_base_for_them(tmp_path: Path) -> None:
+    """They calibrate a cache for the weights before training, and config.json loses the settings that use them."""
+    base = LAYOUTS["llama, quantised cache (compressed-tensors)"](tmp_path / "base")
+    notices = find_facts(recipe_of({"name_or_path": str(base.folder)})).notices
+    assert ["4 tensors" in each.message for each in notices if each.code == "base-calibration-dropped"] == [True]
+    outcome = merge_untrained(base, "full", tmp_path / "made")
+    assert outcome.counts == {"trained": 21, "dropped": 4}
+    assert "quantization_config" not in config_of_merged(tmp_path)
+    shutil.rmtree(base.folder)
+    merge_checkpoint(tmp_path / "made" / "run", MergeOptions(overwrite=True))
+
+
+def test_scales_of_a_cache_in_carried_parts_are_dropped_and_the_parts_kept(tmp_path: Path) -> None:
+    base = LAYOUTS[COMPOSITE](tmp_path / "base")
+    file, settings = base.folder / "model.safetensors", base.folder / "config.json"
+    places = ("model.language_model.layers.1.self_attn", "mtp.layers.0.self_attn")
+    save_file(load_file(file) | {f"{place}.k_scale": torch.tensor(0.1) for place in places}, file, metadata={"format": "pt"})
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"quantization_config": {"quant_method": "modelopt"}}))
+    outcome = merge_untrained(base, "lora", tmp_path / "made")
+    assert outcome.counts["dropped"] == 2
+    assert outcome.differing == outcome.reported == ()
+    assert config_of_merged(tmp_path)["text_config"]["mtp_num_hidden_layers"] == 1
+
+
+def test_run_that_recorded_scales_of_a_cache_as_carried_is_merged(tmp_path: Path) -> None:
+    """Earlier versions did, and the base of such a run has them still."""
+    base = LAYOUTS["llama, quantised cache (compressed-tensors)"](tmp_path / "base")
+    merge_untrained(base, "full", tmp_path / "made")
+    record = tmp_path / "made" / "run" / "model" / "tensors.json"
+    names = [f"model.layers.{layer}.self_attn.{part}_scale" for layer in (0, 1) for part in "kv"]
+    BaseRecord({"trained": 21, "carried": 4}, carried=tuple(names), base=describe_base(str(base.folder), None)).write(record)
+    merged = merge_checkpoint(tmp_path / "made" / "run", MergeOptions(overwrite=True)).output
+    assert load_file(merged / "model.safetensors").keys() == base.plain.keys()
 
 
 @pytest.mark.slow

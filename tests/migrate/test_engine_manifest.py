@@ -113,6 +113,38 @@ def test_manifest_is_read_as_what_it_launches(name: str, tmp_path: Path) -> None
     assert questions(result) == (["run_name"] if name == "compose" else [])  # a$b of the environment
 
 
+TRAIN_JOB = f"""\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+spec:
+  runtimeRef: {{name: torch-distributed}}
+  trainer:
+    command: [torchrun]
+    args: [-m, trl.scripts.sft, sft, {", ".join(OPTIONS.split())}]
+    numNodes: 2
+    numProcPerNode: 4
+    resourcesPerNode: {{limits: {{nvidia.com/gpu: 8}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        (TRAIN_JOB, 8),
+        (TRAIN_JOB.replace("numProcPerNode: 4", 'numProcPerNode: "4"'), 8),
+        (TRAIN_JOB.replace("numProcPerNode: 4", "numProcPerNode: auto"), 16),
+        (TRAIN_JOB.replace("numNodes: 2", "numNodes: 1"), 4),
+        (TRAIN_JOB.replace("[torchrun]", "[torchrun, --nproc_per_node=3]"), 6),  # an option comes before PET_NPROC_PER_NODE
+        (TRAIN_JOB.replace("    numProcPerNode: 4\n", ""), "auto"),  # that of the runtime
+        (PYTORCH_JOB.replace(", --nproc_per_node=8", "").replace("spec:\n  pytorch", 'spec:\n  nprocPerNode: "2"\n  pytorch'), 8),
+    ],
+)
+def test_ranks_that_kubeflow_gives_torchrun_are_those_of_a_machine(text: str, ranks: int | str, tmp_path: Path) -> None:
+    result = from_text(tmp_path, text, "job.yaml")
+    assert values(result)["launch.num_processes"] == ranks
+    assert questions(result) == []
+
+
 def test_machines_of_a_manifest_are_in_the_account(tmp_path: Path) -> None:
     assert row(from_text(tmp_path, PYTORCH_JOB, "job.yaml"), "manifest.machines")[0] == "converted"
 
@@ -161,7 +193,7 @@ def test_words_and_counts_are_those_of_the_container_that_trains(text: str, key:
         manifest = manifest_in(text)
         assert manifest is not None
         assert [each.machines for each in manifest.containers] == [4, 9]
-        assert [manifest.machines_at(line) for line in (2, manifest.script.count("\n"))] == [4, 9]
+        assert [manifest.containers_at(line).machines for line in (2, manifest.script.count("\n"))] == [4, 9]
     else:
         assert values(from_text(tmp_path, text, "job.yaml"))[key] == value
 

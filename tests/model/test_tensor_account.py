@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.encodings import StoredType
+from fsdp_tune.core.tensors.encoded import StoredType
 from fsdp_tune.merge.lora.adapt import merge_problems
 from fsdp_tune.model.loading import exported_config
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
@@ -44,7 +44,7 @@ def fp8_like(folder: Path) -> torch.Tensor:
     return torch.randn(load_file(folder / "model.safetensors")[UP].shape).to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("method", [None, "quark", "gptq", "fbgemm_fp8"])
+@pytest.mark.parametrize("method", [None, "quark", "aqlm", "fbgemm_fp8"])
 def test_quantised_weight_that_no_rule_reads_is_refused_where_it_is_validated_and_loaded(base: Path, method: str | None) -> None:
     rewrite(base, {UP: fp8_like(base), f"{UP}_scale": torch.ones(1)}, None if method is None else {"quant_method": method})
     recipe = recipe_of({"name_or_path": str(base)})

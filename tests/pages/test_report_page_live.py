@@ -241,6 +241,38 @@ def test_enlarged_part_stays_enlarged_and_whole_curves_grow(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @BROWSER
+def test_ranking_that_the_reader_sorts_stays_sorted_by_the_values_and_columns_of_each_version(tmp_path: Path) -> None:
+    """The page itself is sorted by loss, and by evaluation loss once there is one, in a column to the left."""
+    losses = {"a": [3.0, 3.0], "b": [1.0, 9.0], "c": [2.0, 0.5]}
+    runs = {name: written(tmp_path / name, [training_line(10, first)]) for name, (first, _) in losses.items()}
+    has_grown = threading.Event()
+
+    def render() -> str:
+        if has_grown.is_set():
+            for name, (first, second) in losses.items():
+                lines = [training_line(10, first), training_line(20, second), {"step": 20, "eval_loss": second + 1, "time": 20.0}]
+                runs[name].metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return report_page([read_run(run, name) for name, run in runs.items()], "2026-11-26 14:00", is_live=True)
+
+    order = "[...document.querySelectorAll('#ranking tbody th')].map((each) => each.textContent).join('')"
+    sorted_by = "[...document.querySelectorAll('#ranking [aria-sort]')].map((each) => each.textContent + ' ' + each.ariaSort)"
+    headings = "[...document.querySelectorAll('#ranking thead th')].map((each) => each.textContent)"
+    with serving(render) as page, browser(tmp_path) as window:
+        window.open(page.url)
+        window.wait_for("document.documentElement.dataset.renewed === '1'")
+        assert window.value(order) == "bca"
+        window.value("[...document.querySelectorAll('#ranking thead button')].find((each) => each.textContent === 'loss').click()")
+        assert (window.value(order), window.value(sorted_by)) == ("acb", ["loss descending"])
+        before = window.value(headings)
+        has_grown.set()
+        window.wait_for(f"{order} === 'bac'")
+        assert window.value(sorted_by) == ["loss descending"]
+        assert {*window.value(headings)} > {*before}
+        assert window.problems == []
+
+
+@pytest.mark.slow
+@BROWSER
 def test_browser_says_why_the_page_is_not_current(tmp_path: Path) -> None:
     growing = Growing(tmp_path / "one")
     moved = threading.Event()

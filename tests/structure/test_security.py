@@ -49,6 +49,15 @@ def test_package_never_executes_file_contents() -> None:
     assert [offence for module in modules() for offence in offences(module)] == []
 
 
+def test_yaml_of_users_is_read_by_one_reader() -> None:
+    """PyYAML's functions expand aliases of aliases, recurse without a limit, and take the last of two equal keys."""
+    loads = ("yaml.load", "yaml.safe_load", "yaml.load_all", "yaml.safe_load_all", "yaml.compose", "yaml.parse")
+    calls = [(module.path.name, node) for module in modules() for node in module.nodes if isinstance(node, ast.Call)]
+    found = {(module, ast.unparse(call.args[0])) for module, call in calls if dotted_name(call.func) in loads}
+    own_table, one_word = ("gpus.py", "TABLE.read_text(encoding='utf-8')"), ("foreign_file.py", "node.text")
+    assert found == {own_table, one_word}
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -1,232 +1,56 @@
-"""Weights that files store quantised: the rule that decodes each of them, found by names, types and shapes alone, and its arithmetic.
-
-`scaled`: codes in fp8 or int8, times the scale of their block, row or tensor (DeepSeek, Qwen FP8, MXFP8; compressed-tensors
-`float-quantized`, `int-quantized`, `naive-quantized`). `packed`: integers of 4 or 8 bits in words of 32, times the scale of their
-group (compressed-tensors `pack-quantized`). `fp4`: two values of 4 bits a byte, times the scale of their group (experts of DeepSeek
-V4). `nvfp4`: the same with scales in fp8, which have a scale of the tensor (NVIDIA's ModelOpt; compressed-tensors
-`nvfp4-pack-quantized`). `mxfp4`: stacks of experts, times a power of two for each 32 (gpt-oss). Pure, in numpy: ranks and merges decode
-the same values.
-"""
+"""Weights that files store quantised: the rule that decodes each of them (`core.tensors.encoded`), found by names, types and shapes
+alone, and the settings of a config.json that say how they are to be read. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-import ml_dtypes
-import numpy as np
-
-from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Shape
+from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
+from fsdp_tune.core.tensors.encoded import FLOATS, MXFP4_BLOCK, Encoded, StoredType, Unread, blocks_of
+from fsdp_tune.core.tensors.gptq import AWQ, GPTQ, format_of, of_awq, of_gptq
 from fsdp_tune.core.values import json_list, json_object
-
-Array = np.ndarray[Any, np.dtype[Any]]
-Rule = Literal["scaled", "packed", "fp4", "nvfp4", "mxfp4"]
 
 FP8, MXFP8, COMPRESSED, MXFP4, BITSANDBYTES = "fp8", "mxfp8", "compressed-tensors", "mxfp4", "bitsandbytes"
 MODELOPT = "modelopt"
-METHODS = (FP8, MXFP8, COMPRESSED, MXFP4, MODELOPT)
+METHODS = (FP8, MXFP8, COMPRESSED, MXFP4, MODELOPT, GPTQ, AWQ)
 """Values of `quant_method` whose weights are decoded while they are read."""
 MODELOPT_FILE = "hf_quant_config.json"
 """Settings of ModelOpt, under the key `quantization`."""
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
-_PLAIN = ("F64", "F32", "F16", "BF16")
-_SCALES = (*_PLAIN, "F8_E8M0", "U8")
+_SCALES = (*FLOATS, "F8_E8M0", "U8")
 _FP8_SCALES = ("{}_scale_inv", "{}scale", "{}qscale_weight")
 """Names of the scales of a weight `X.weight`, of which the last two replace the last part (DeepSeek V4, Mistral Large 4)."""
 _UNUSED = ("activation_scale", "input_scale", "output_scale", "qscale_act", "input_zero_point", "input_global_scale")
 """Parts next to a weight that quantise its input: training computes with inputs as they are."""
+_OF_CACHE = tuple(f"{part}_{end}" for part in ("k", "v", "q", "kv") for end in ("scale", "zero_point", "global_scale"))
+_OF_ACTIVATIONS = frozenset({*_UNUSED, *_OF_CACHE, "prob_scale", "prob_output_scale"})
+"""Last parts of names of tensors that quantise what layers compute: inputs, outputs, queries and the cache of keys and values."""
 _MARKS = ("_scale_inv", "_scale", "_packed", "_zero_point", "_global_scale", "_g_idx", "_scale_2")
 _CODES_OF_OTHERS = ("I8", "U8", "I16", "U16", "I32", "U32")
 _SIGNS = ("scale", "absmax", "SCB", "codebook", "centroids", "zero")
 """In the last part of a name: a tensor that turns integers next to it into values."""
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_MXFP4_BLOCK, _NVFP4_BLOCK = 32, 16
-_BIAS_OF_EXPONENT = 127
-
-
-@dataclass(frozen=True, slots=True)
-class StoredType:
-    """Type (safetensors' name) and shape of a tensor of a file."""
-
-    dtype: str
-    shape: Shape
-
-    @property
-    def is_float(self) -> bool:
-        """Whether it is a floating-point type that needs no scale."""
-        return self.dtype in _PLAIN
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A weight `name` of `shape`, as plain files have it, and the tensors that it is decoded from."""
-
-    name: str
-    shape: Shape
-    rule: Rule
-    codes: str
-    codes_shape: Shape
-    codes_dtype: str
-    scales: str
-    zero_points: str | None = None
-    tensor_scale: str | None = None
-    """One number for the complete tensor, by which its scales are multiplied (`nvfp4`)."""
-    divides: bool = False
-    """Divide the scales by `tensor_scale` instead."""
-    block: Shape = ()
-    """Elements of the weight that share a scale, by dimension (`scaled`, `packed`, `fp4`, `nvfp4`)."""
-    bits: int = 8
-    """Of one value (`packed`)."""
-    rounds_to_scales: bool = False
-    """Round the product to the type of the scales, as compressed-tensors does (`_dequantize`)."""
-    unused: tuple[str, ...] = ()
-    """Further tensors of the files that belong to the weight and are not needed to decode it."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of all tensors of the files that belong to the weight."""
-        return (self.codes, self.scales, *filter(None, (self.zero_points, self.tensor_scale)), *self.unused)
-
-    def box_of_codes(self, start: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, Shape]:
-        """Return (start, sizes) of the codes of a box of the weight."""
-        if self.rule == "scaled":
-            return tuple(start), tuple(sizes)
-        if self.rule in ("packed", "fp4", "nvfp4"):
-            per_word = self._values_of_a_code
-            first, last = start[-1] // per_word, -(-(start[-1] + sizes[-1]) // per_word)
-            return (*start[:-1], first), (*sizes[:-1], last - first)
-        first, last = start[1] // _MXFP4_BLOCK, -(-(start[1] + sizes[1]) // _MXFP4_BLOCK)
-        return (start[0], start[2], first, 0), (sizes[0], sizes[2], last - first, _MXFP4_BLOCK // 2)
-
-    @property
-    def _values_of_a_code(self) -> int:
-        return 32 // self.bits if self.rule == "packed" else 2
-
-    def decode(
-        self,
-        start: Sequence[int],
-        sizes: Sequence[int],
-        codes: Array,
-        scales: Array,
-        zero_points: Array | None = None,
-        tensor_scale: Array | None = None,
-    ) -> Array:
-        """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; the other tensors in full."""
-        if self.rule == "mxfp4":
-            return self._decode_mxfp4(start, sizes, codes, scales)
-        if self.rule in ("packed", "fp4", "nvfp4"):
-            values = _unpacked(codes, self.bits) if self.rule == "packed" else _unpacked_fp4(codes.view(np.uint8))
-            skipped = start[-1] % self._values_of_a_code
-            values = values[..., skipped : skipped + sizes[-1]]
-        else:
-            values = _as_float(codes)
-        index = np.ix_(*(np.arange(at, at + size) // step for at, size, step in zip(start, sizes, self.block, strict=True)))
-        if zero_points is not None:
-            values = values - _grid(zero_points, self.shape)[index].astype(np.float32)
-        factors = _as_scales(_grid(scales, self.shape)[index])
-        if tensor_scale is not None:
-            of_tensor = _as_scales(tensor_scale).reshape(())
-            factors = factors / of_tensor if self.divides else factors * of_tensor
-        product = values * factors
-        return product.astype(scales.dtype).astype(np.float32) if self.rounds_to_scales and scales.dtype.itemsize == 2 else product
-
-    def _decode_mxfp4(self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array) -> Array:
-        first, box = self.box_of_codes(start, sizes)
-        part = tuple(slice(at, at + size) for at, size in zip(first[:3], box[:3], strict=True))
-        pairs = _unpacked_fp4(codes).reshape(*box[:3], _MXFP4_BLOCK)
-        values = np.ldexp(pairs, scales[part].astype(np.int32)[..., None] - _BIAS_OF_EXPONENT)
-        rows = values.reshape(box[0], box[1], -1).transpose(0, 2, 1)
-        skipped = start[1] % _MXFP4_BLOCK
-        return np.ascontiguousarray(rows[:, skipped : skipped + sizes[1]])
-
-
-def _as_float(codes: Array) -> Array:
-    """Upcast 8-bit codes by a table: ml_dtypes converts one at a time."""
-    if codes.dtype == np.int8:
-        return codes.astype(np.float32)
-    return np.arange(256, dtype=np.uint8).view(codes.dtype).astype(np.float32)[codes.view(np.uint8)]
-
-
-def _as_scales(scales: Array) -> Array:
-    """Return scales in fp32; bytes are exponents of two."""
-    if scales.dtype == ml_dtypes.float8_e4m3fn:
-        return _as_float(scales)
-    if scales.dtype == np.uint8 or scales.dtype == ml_dtypes.float8_e8m0fnu:
-        return np.ldexp(np.float32(1), scales.view(np.uint8).astype(np.int32) - _BIAS_OF_EXPONENT)
-    return scales.astype(np.float32)
-
-
-def _unpacked(words: Array, bits: int) -> Array:
-    """Return the signed integers of int32 words in fp32, the lowest bits first."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
-    return values.reshape(*words.shape[:-1], -1).astype(np.float32) - np.float32(1 << (bits - 1))
-
-
-def _unpacked_fp4(codes: Array) -> Array:
-    """Return the values of bytes, the lower four bits first: [..., n] as [..., 2 n] in fp32."""
-    return np.stack([_FP4[codes & 0x0F], _FP4[codes >> 4]], axis=-1).reshape(*codes.shape[:-1], -1)
-
-
-def _grid(scales: Array, shape: Shape) -> Array:
-    return scales.reshape(_grid_shape(scales.shape, shape) or scales.shape)
-
-
-def _grid_shape(scales: Shape, shape: Shape) -> Shape | None:
-    """Return the shape of scales with as many dimensions as the weight; None if they do not fit."""
-    if math.prod(scales) == 1:
-        return (1,) * len(shape)
-    if len(scales) == 2 * len(shape) and set(scales[1::2]) == {1}:  # FP8_PB_WO of ModelOpt: [rows, 1, columns, 1]
-        scales = scales[::2]
-    if len(scales) == 1 and scales[0] == shape[0]:
-        return (scales[0], *(1,) * (len(shape) - 1))
-    return scales if len(scales) == len(shape) else None
-
-
-def _blocks(shape: Shape, scales: Shape, configured: Sequence[int]) -> Shape | None:
-    """Return the elements that share a scale, by dimension; None if the scales do not fit. `configured`: of the last dimensions.
-
-    The last block may be shorter: 576 rows have 5 scales for blocks of 128.
-    """
-    grid = _grid_shape(scales, shape)
-    if grid is None:
-        return None
-    sizes = [0] * (len(shape) - len(configured)) + list(configured)
-    found: list[int] = []
-    for size, count, wanted in zip(shape, grid, sizes[-len(shape) :], strict=True):
-        if wanted > 0 and count == -(-size // wanted):
-            found.append(wanted)
-        elif count > 0 and size % count == 0:
-            found.append(max(size // count, 1))
-        else:
-            return None
-    return tuple(found)
-
-
-# ---- The rules of a model's files
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """A tensor that no rule reads, and why."""
-
-    name: str
-    why: str
+_NVFP4_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Encodings:
-    """`weights`: the decoded weights by name; `unread`: tensors of an encoding that no rule covers."""
+    """`weights`: the decoded weights by name; `unread`: tensors of an encoding that no rule covers.
+
+    `of_activations`: tensors that quantise what layers compute and belong to no quantised weight. A plain model does without them:
+    config.json loses the settings that use them, and they were measured before the training.
+    """
 
     weights: dict[str, Encoded] = field(default_factory=dict[str, Encoded])
     unread: tuple[Unread, ...] = ()
+    of_activations: tuple[str, ...] = ()
 
     @property
-    def parts(self) -> dict[str, Encoded]:
-        """{tensor of the files: the weight that it belongs to}."""
-        return {part: weight for weight in self.weights.values() for part in weight.parts}
+    def parts(self) -> set[str]:
+        """Names of the tensors of the files that a plain model does not have."""
+        return {*self.of_activations, *(part for weight in self.weights.values() for part in weight.parts)}
 
 
 SETTINGS = ("quantization_config", "compression_config")
@@ -255,7 +79,7 @@ def settings_of_files(read: Callable[[str], Mapping[str, Any] | None], tensors: 
     file of their own, and in older versions to no other.
     """
     found = quantisation_of(read("config.json") or {})
-    if found or not any(name.endswith(".weight_scale") for name in tensors):
+    if found or not any(name.endswith(".weight_scale") or is_of_activations(name) for name in tensors):
         return found
     written = json_object(json_object(read(MODELOPT_FILE)).get("quantization"))
     return {"quant_method": MODELOPT, **written} if written else {}
@@ -270,6 +94,8 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
     method = str(settings.get("quant_method") or (BITSANDBYTES if is_bitsandbytes else COMPRESSED if is_compressed else "unknown"))
     if method.startswith(f"{MODELOPT}_"):
         method = MODELOPT  # `modelopt_fp4`, `modelopt_mixed`: the tensors of each layer decide
+    if method in (GPTQ, AWQ) and (form := format_of(method, settings)) is not None:
+        return f"{method}, {form}"
     sparsity = json_object(settings.get("sparsity_config")).get("format") or "dense"
     if method == COMPRESSED and settings.get("transform_config"):
         return f"{method} with transform_config"  # weights are rotated, and layers rotate their input
@@ -284,7 +110,7 @@ def find_encodings(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
     method = method_of(settings)
     if method == BITSANDBYTES:
         return Encodings()
-    rules = {FP8: _of_fp8, MXFP8: _of_fp8, COMPRESSED: _of_compressed, MXFP4: _of_mxfp4, MODELOPT: _of_modelopt}
+    rules = {FP8: _of_fp8, MXFP8: _of_fp8, COMPRESSED: _of_compressed, MXFP4: _of_mxfp4, MODELOPT: _of_modelopt, GPTQ: of_gptq, AWQ: of_awq}
     found = rules[method](tensors, settings) if method in METHODS else ()
     weights: dict[str, Encoded] = {}
     unread: dict[str, str] = {}
@@ -293,12 +119,19 @@ def find_encodings(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
             unread[each.name] = each.why
         else:
             weights[each.name] = each
-    taken = {part for weight in weights.values() for part in weight.parts}
+    of_weights = {part for weight in weights.values() for part in weight.parts}
+    of_activations = [name for name in tensors if settings and is_of_activations(name) and name not in of_weights and name not in unread]
+    taken = {*of_weights, *of_activations}
     owners = {owner for name in tensors if name not in taken for owner, _, part in [name.rpartition(".")] if any(map(part.count, _SIGNS))}
     for name, stored in tensors.items():
         if name not in taken and name not in unread and (why := _why_unread(name, stored, owners)) is not None:
             unread[name] = why
-    return Encodings(weights, tuple(Unread(name, why) for name, why in sorted(unread.items())))
+    return Encodings(weights, tuple(Unread(name, why) for name, why in sorted(unread.items())), tuple(sorted(of_activations)))
+
+
+def is_of_activations(name: str) -> bool:
+    """Return whether a tensor has a name of those that quantise what layers compute (`k_scale`)."""
+    return name.rpartition(".")[2] in _OF_ACTIVATIONS
 
 
 def _why_unread(name: str, stored: StoredType, owners: set[str]) -> str | None:
@@ -336,7 +169,7 @@ def _of_fp4(tensors: Mapping[str, StoredType], name: str, scales: str) -> Encode
     """Return the weight whose values are in halves of bytes: `Fp8Dequantize` of transformers takes I8 for these."""
     stored, found = tensors[name], tensors[scales]
     shape = (*stored.shape[:-1], *(2 * size for size in stored.shape[-1:]))
-    blocks = _blocks(shape, found.shape, ()) if shape else None
+    blocks = blocks_of(shape, found.shape, ()) if shape else None
     if blocks is None or found.dtype not in _SCALES:
         return Unread(name, f"holds {list(shape)} values of 4 bits, and its scales {found.dtype} {list(found.shape)} fit no groups of them")
     return Encoded(
@@ -352,7 +185,7 @@ def _scaled(
         return Unread(name, f"is of the type {stored.dtype} without scales")
     if stored.dtype not in _CODES or tensors[scales].dtype not in _SCALES or not stored.shape:
         return Unread(name, f"is of the type {stored.dtype} with scales in {tensors[scales].dtype}, which no rule reads")
-    blocks = _blocks(stored.shape, tensors[scales].shape, block)
+    blocks = blocks_of(stored.shape, tensors[scales].shape, block)
     if blocks is None:
         return Unread(name, f"is {list(stored.shape)}, and its scales {list(tensors[scales].shape)} fit no blocks of it")
     owner = name.removesuffix("weight")
@@ -401,14 +234,14 @@ def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
 def _packed(tensors: Mapping[str, StoredType], owner: str, present: Mapping[str, str], bits: set[Any]) -> Encoded | Unread:
     codes, scales = present["_packed"], f"{owner}weight_scale"
     words, width = tensors[codes], next(iter(bits)) if len(bits) == 1 else None
-    if width not in (4, 8) or words.dtype != "I32" or len(words.shape) != 2 or tensors[scales].dtype not in _PLAIN:
+    if width not in (4, 8) or words.dtype != "I32" or len(words.shape) != 2 or tensors[scales].dtype not in FLOATS:
         return Unread(
             codes, f"({words.dtype}) holds integers of {sorted(map(str, bits))} bits, and 4 or 8 are read, of one width in a model"
         )
     if "_zero_point" in present:
         return Unread(codes, "holds integers with packed zero points (`symmetric: false`), which no rule reads")
     shape = (words.shape[0], words.shape[1] * 32 // width)
-    blocks = _blocks(shape, tensors[scales].shape, ())
+    blocks = blocks_of(shape, tensors[scales].shape, ())
     if blocks is None:
         return Unread(codes, f"holds {list(shape)} values, and its scales {list(tensors[scales].shape)} fit no groups of them")
     unused = (present["_shape"],) if "_shape" in present else ()
@@ -475,8 +308,8 @@ def _of_mxfp4(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) ->
         scales, stored = f"{name}_scales", tensors[codes]
         found = tensors.get(scales)
         fits = found is not None and found.dtype == stored.dtype == "U8" and found.shape == stored.shape[:-1]
-        if not fits or len(stored.shape) != 4 or stored.shape[-1] != _MXFP4_BLOCK // 2:
+        if not fits or len(stored.shape) != 4 or stored.shape[-1] != MXFP4_BLOCK // 2:
             yield Unread(codes, f"is {stored.dtype} {list(stored.shape)}, not the blocks [experts, rows, blocks, 16] of mxfp4 with scales")
             continue
         experts, rows, blocks, _ = stored.shape
-        yield Encoded(name, (experts, blocks * _MXFP4_BLOCK, rows), "mxfp4", codes, stored.shape, "U8", scales)
+        yield Encoded(name, (experts, blocks * MXFP4_BLOCK, rows), "mxfp4", codes, stored.shape, "U8", scales)

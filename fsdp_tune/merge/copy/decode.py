@@ -1,4 +1,4 @@
-"""Read boxes of a weight that the files of a base store quantised, decoded as training decodes them (`core.tensors.encodings`)."""
+"""Read boxes of a weight that the files of a base store quantised, decoded as training decodes them (`core.tensors.encoded`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fsdp_tune.merge.read.reader import EncodedTensor, SourceTensor
 class DecodingReader:
     """Reads boxes of one quantised weight, in its own dtype. `scratch` (BUFFER_BYTES) is clobbered.
 
-    Scales are held in full while the weight is read, and of stacked mxfp4 matrices the codes of one expert.
+    Scales are held in full while the weight is read, of stacked mxfp4 matrices the codes of one expert, and of GPTQ and AWQ all codes.
     """
 
     def __init__(self, encoded: EncodedTensor, scratch: Array) -> None:
         self._encoded, self._scratch = encoded, scratch
         self._scales = _in_full(encoded.scales, scratch)
-        others = (encoded.zero_points, encoded.tensor_scale)
-        self._others = [None if tensor is None else _in_full(tensor, scratch) for tensor in others]
+        self._others = [None if tensor is None else _in_full(tensor, scratch) for tensor in encoded.others]
+        self._in_full = _in_full(encoded.codes, scratch) if encoded.weight.is_read_in_full else None
         self._codes = TensorReader(encoded.codes, scratch, in_order=False)
         self._expert: tuple[int, Array] | None = None
 
@@ -29,7 +29,10 @@ class DecodingReader:
         """Fill `target` (flat, `box.elements` elements of the weight's dtype)."""
         weight = self._encoded.weight
         start, sizes = weight.box_of_codes(box.offsets, box.sizes)
-        codes = self._of_experts(start, sizes) if weight.rule == "mxfp4" else self._read(start, sizes)
+        if self._in_full is not None:
+            codes = self._in_full
+        else:
+            codes = self._of_experts(start, sizes) if weight.rule == "mxfp4" else self._read(start, sizes)
         values = weight.decode(box.offsets, box.sizes, codes, self._scales, *self._others)
         convert(values.reshape(-1), target)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
-from fsdp_tune.core.tensors.encodings import Encoded, StoredType, find_encodings, settings_of_files
+from fsdp_tune.core.tensors.encoded import Encoded, StoredType
+from fsdp_tune.core.tensors.encodings import find_encodings, is_of_activations, settings_of_files
 from fsdp_tune.core.values import json_object
 from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
 from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
@@ -74,8 +75,8 @@ def _dtype_of(config: Mapping[str, object]) -> DType:
 
 
 def _weight(weight: Encoded, tensors: Mapping[str, SourceTensor], dtype: DType) -> SourceTensor:
-    codes, others = tensors[weight.codes], (tensors[part] if part else None for part in (weight.zero_points, weight.tensor_scale))
-    encoded = EncodedTensor(weight, codes, tensors[weight.scales], *others)
+    codes, others = tensors[weight.codes], tuple(tensors[part] if part else None for part in weight.others)
+    encoded = EncodedTensor(weight, codes, tensors[weight.scales], others)
     return SourceTensor(weight.name, dtype, weight.shape, (), codes.files, encoded=encoded)
 
 
@@ -109,7 +110,8 @@ def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> d
 def _of_names(tensors: Mapping[str, SourceTensor], carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
     wanted = set(carried)
     found = {name: replace(tensor, is_carried=True) for name, tensor in tensors.items() if wanted.intersection(_stored_names(tensor))}
-    if lost := sorted(wanted.difference(*(_stored_names(tensor) for tensor in found.values()))):
+    missing = wanted.difference(*(_stored_names(tensor) for tensor in found.values()))
+    if lost := sorted(name for name in missing if not is_of_activations(name)):  # of a run that recorded these as carried
         hint = "give the base with all its tensors: `--base MODEL`"
         raise failed_error("merge-carried", f"{what}, and it has no `{lost[0]}`", where=Where(str(folder)), hint=hint)
     return found

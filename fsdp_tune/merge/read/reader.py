@@ -21,7 +21,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.files import open_descriptor
 from fsdp_tune.core.tensors.archive import Refused
 from fsdp_tune.core.tensors.dtypes import DType, Extent, Shape
-from fsdp_tune.core.tensors.encodings import Encoded
+from fsdp_tune.core.tensors.encoded import Encoded
 from fsdp_tune.run.manifest import is_inside
 
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
@@ -310,8 +310,8 @@ class EncodedTensor:
     weight: Encoded
     codes: SourceTensor
     scales: SourceTensor
-    zero_points: SourceTensor | None = None
-    tensor_scale: SourceTensor | None = None
+    others: tuple[SourceTensor | None, ...]
+    """As `weight.others`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ class Containers:
 
     script: str
     machines: int = 1
+    processes: int | None = None
+    """Ranks of each that the engine gives torchrun (`PET_NPROC_PER_NODE`); None if the manifest does not have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,13 @@ class EngineManifest:
         """What the containers run, each set of them in a subshell."""
         return "".join(f"(\n{each.script}\n)\n" for each in self.containers)
 
-    def machines_at(self, line: int) -> int:
-        """Return the number of containers that run a line of `script`, which counts from 1."""
+    def containers_at(self, line: int) -> Containers:
+        """Return the containers that run a line of `script`, which counts from 1."""
         for each in self.containers:
             line -= each.script.count("\n") + 3
             if line <= 0:
-                return each.machines
-        return 1
+                return each
+        return Containers("")
 
 
 def manifest_in(text: str, source: str = "") -> EngineManifest | None:
@@ -140,15 +142,17 @@ def _kubernetes(documents: list[dict[str, object]]) -> EngineManifest:
     found = [(document, *each) for document in documents for each in _containers(document, 1)]
     kinds = dict.fromkeys(str(document.get("kind")) for document, _, _ in found)
     groups: dict[str, list[tuple[dict[str, str | None], int]]] = {}
-    for _, container, machines in found:
+    processes: dict[str, int | None] = {}
+    for document, container, machines in found:
         words = [str(word) for word in (*as_list(container.get("command")), *as_list(container.get("args")))]
         variables = _variables(container.get("env"))
         script = _of_kubernetes(variables).command(words) if words else ""
         groups.setdefault(script, []).append((variables, machines))
+        processes[script] = _processes(container, as_mapping(document.get("spec")))
     totals = [sum(machines for _, machines in group) for group in groups.values()]
     totals = [max(totals)] * len(totals) if "MPIJob" in kinds else totals  # the launcher starts ranks on the workers
     containers = [
-        Containers(_common_variables([variables for variables, _ in group]) + script, total)
+        Containers(_common_variables([variables for variables, _ in group]) + script, total, processes[script])
         for (script, group), total in zip(groups.items(), totals, strict=True)
     ]
     name = f"Kubernetes {' and '.join(kinds or [str(documents[0].get('kind'))])}"
@@ -156,6 +160,19 @@ def _kubernetes(documents: list[dict[str, object]]) -> EngineManifest:
     known = _known(LWS_GROUP_SIZE=_count(sizes.pop())) if len(sizes) == 1 else {}
     joined = _JOINED.get(next(iter(kinds)), frozenset[str]()) if len(kinds) == 1 else frozenset[str]()
     return EngineManifest(name, "fsdp-tune submit kubernetes", tuple(containers), known, joined)
+
+
+def _processes(container: Mapping[str, object], spec: Mapping[str, object]) -> int | None:
+    """Return the ranks of a pod that Kubeflow gives torchrun: `numProcPerNode` of a TrainJob, `nprocPerNode` of a PyTorchJob.
+
+    Either may be `auto` or `gpu`, which torchrun takes for the GPUs of the pod.
+    """
+    written = container.get("numProcPerNode", spec.get("nprocPerNode"))
+    if str(written).isdecimal():
+        return int(str(written))
+    resources = as_mapping(container.get("resourcesPerNode") or container.get("resources"))
+    gpus = next((amounts[name] for amounts in map(as_mapping, resources.values()) for name in amounts if str(name).endswith("/gpu")), None)
+    return int(str(gpus)) if written in ("auto", "gpu") and str(gpus).isdecimal() else None
 
 
 def _of_kubernetes(variables: Mapping[str, object]) -> _Replaced:

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 
-from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.values import is_mapping
 from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
-from fsdp_tune.migrate.read.command_line import command_in, parse_command, starter
+from fsdp_tune.migrate.read.command_line import ForeignCommand, command_in, parse_command, starter
 from fsdp_tune.migrate.read.engine_manifest import EngineManifest, manifest_in
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
+from fsdp_tune.recipe.read.plain_yaml import about_the_file
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
 
@@ -74,8 +75,7 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     if command is not None:
         values, named = parse_command(command.words)
         above: dict[KeyPath, list[str]] = {(): command.comments}
-        if manifest is not None and (machines := manifest.machines_at(command.line)) > 1:
-            values[MANIFEST] = {"machines" if starter(command.words) in manifest.joined else "nodes": machines}
+        values |= {MANIFEST: machines} if manifest is not None and (machines := _machines(manifest, command)) else {}
         values |= {SBATCH: {name: option.value for name, option in options.items()}} if options else {}
         lines: dict[KeyPath, int] = {(SBATCH, name): option.line for name, option in options.items()}
         found = ForeignFile(path, tool or named or "", values, lines, above, unread=command.unread, written_file=command.written_file)
@@ -101,7 +101,7 @@ def _manifest(text: str, path: Path) -> EngineManifest | None:
     try:
         return manifest_in(text, str(path))
     except FsdpTuneError as error:
-        raise FsdpTuneError(*(_about_the_file(problem) for problem in error.problems)) from error
+        raise FsdpTuneError(*(about_the_file(problem) for problem in error.problems)) from error
 
 
 def _nothing_to_import(manifest: EngineManifest, path: Path) -> FsdpTuneError:
@@ -233,7 +233,7 @@ def _yaml(text: str, path: Path, tool: str) -> ForeignFile:
     root, problems = compose(text, str(path))
     wrong = [problem for problem in problems if problem.code != "recipe-not-text"]
     if wrong:
-        raise FsdpTuneError(*(_about_the_file(problem) for problem in wrong))
+        raise FsdpTuneError(*(about_the_file(problem) for problem in wrong))
     values = _mapping(None if root is None else _value(root), path)
     lines: dict[KeyPath, int] = {}
     if root is not None:
@@ -242,8 +242,11 @@ def _yaml(text: str, path: Path, tool: str) -> ForeignFile:
     return ForeignFile(path, tool, values, lines, above, beside)
 
 
-def _about_the_file(problem: Problem) -> Problem:
-    return Problem(problem.code, problem.message.replace("the recipe", "the file"), problem.where, problem.hint)
+def _machines(manifest: EngineManifest, command: ForeignCommand) -> dict[str, int]:
+    """Return the machines that run a command, under the key that says whether they train as one, and the ranks of each."""
+    containers, started_by = manifest.containers_at(command.line), starter(command.words)
+    found = {"machines" if started_by in manifest.joined else "nodes": containers.machines} if containers.machines > 1 else {}
+    return found | ({"processes": containers.processes} if started_by == "torchrun" and containers.processes is not None else {})
 
 
 def _value(node: Node) -> object:

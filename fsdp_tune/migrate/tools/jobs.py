@@ -66,5 +66,11 @@ def sbatch(key: FileKey) -> Outcome:
     return Inside({name: _SBATCH.get(name, _YOURS) for name in key.mapping})
 
 
-MANIFEST_RULES: Rules = {"machines": _joined, "nodes": nodes}
-"""Machines of a manifest: `machines` if its engine joins them to one training, else `nodes`."""
+def _processes(key: FileKey) -> Outcome:
+    if (own := key.of_file(LAUNCHER, "nproc_per_node")) is not None:
+        return Drop(f"the launcher's own number of ranks, {own}, decides")
+    return Ask("it counts the ranks of one machine, and a recipe those of all", "launch.num_processes")
+
+
+MANIFEST_RULES: Rules = {"machines": _joined, "nodes": nodes, "processes": _processes}
+"""Machines of a manifest: `machines` if its engine joins them to one training, else `nodes`; `processes` are the ranks of each."""

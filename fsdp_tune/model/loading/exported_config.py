@@ -27,7 +27,8 @@ from fsdp_tune.core.families import (
     without_next_token_layers,
 )
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
-from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, SETTINGS, StoredType, settings_of_files
+from fsdp_tune.core.tensors.encoded import StoredType
+from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, SETTINGS, settings_of_files
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors
 from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers

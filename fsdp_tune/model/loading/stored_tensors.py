@@ -19,7 +19,8 @@ import torch
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
-from fsdp_tune.core.tensors.encodings import Encoded, Encodings
+from fsdp_tune.core.tensors.encoded import Encoded
+from fsdp_tune.core.tensors.encodings import Encodings
 from fsdp_tune.core.tensors.file_formats import DamagedHeader, HeaderEntry, read_header
 
 DTYPES = {
@@ -73,7 +74,9 @@ class Stored:
 
     @property
     def row_elements(self) -> int:
-        """Elements of a row in the file."""
+        """Elements of a row in the file; none if a row of the weight has codes in many of them."""
+        if self.codes is not None and self.codes.in_full is not None:
+            return 0
         if self.codes is not None:
             return math.prod(self.codes.weight.codes_shape[1:])
         return math.prod(self.shape[1:]) if self.nested is None else self.nested.columns
@@ -82,6 +85,11 @@ class Stored:
     def read_dtype(self) -> torch.dtype:
         """Type of the elements in the file."""
         return self.dtype if self.codes is None else DTYPES[self.codes.weight.codes_dtype]
+
+    def rows_in(self, buffer_bytes: int) -> int:
+        """Return the number of rows to read at a time, of which those in the file, or the decoded ones, take `buffer_bytes` at most."""
+        row_bytes = self.row_elements * self.read_dtype.itemsize or math.prod(self.shape[1:]) * self.dtype.itemsize
+        return max(1, buffer_bytes // row_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -95,22 +103,26 @@ class Codes:
 
     weight: Encoded
     scales: Stored
-    zero_points: Stored | None = None
-    tensor_scale: Stored | None = None
+    others: tuple[Stored | None, ...]
+    """As `weight.others`."""
+    in_full: Stored | None
+    """The codes, if no rows of them can be read alone (`is_read_in_full`)."""
 
     def of_rows(self, first: int, count: int, codes: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight in fp32, flat, from their codes."""
         start, sizes = (first, *(0,) * (len(self.weight.shape) - 1)), (count, *self.weight.shape[1:])
-        _, shape = self.weight.box_of_codes(start, sizes)
-        kind = OF_SAFETENSORS[self.weight.codes_dtype].numpy
-        array = codes.view(torch.uint8).numpy().view(kind).reshape(shape)
-        others = (None if stored is None else _read_array(stored) for stored in (self.zero_points, self.tensor_scale))
+        if self.in_full is not None:
+            array = _read_array(self.in_full)
+        else:
+            _, shape = self.weight.box_of_codes(start, sizes)
+            array = codes.view(torch.uint8).numpy().view(OF_SAFETENSORS[self.weight.codes_dtype].numpy).reshape(shape)
+        others = (None if stored is None else _read_array(stored) for stored in self.others)
         return torch.from_numpy(self.weight.decode(start, sizes, array, _read_array(self.scales), *others)).reshape(-1)
 
 
 @functools.lru_cache(maxsize=6)
 def _read_array(stored: Stored) -> Any:
-    """Return a small tensor, as it is stored, in numpy: parts of one weight are decoded one after the other."""
+    """Return a tensor, as it is stored, in numpy: parts of one weight are decoded one after the other, and need the same scales."""
     kind = next(OF_SAFETENSORS[name].numpy for name, dtype in DTYPES.items() if dtype == stored.dtype)
     return read_whole(stored).view(torch.uint8).numpy().view(kind).reshape(stored.shape)
 
@@ -119,9 +131,10 @@ def decoded(tensors: Mapping[str, Stored], encodings: Encodings) -> dict[str, St
     """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is decoded while it is read."""
     found = {name: stored for name, stored in tensors.items() if name not in encodings.parts}
     for name, weight in encodings.weights.items():
-        others = (tensors[part] if part else None for part in (weight.zero_points, weight.tensor_scale))
-        codes = Codes(weight, tensors[weight.scales], *others)
-        found[name] = Stored(tensors[weight.codes].file, torch.float32, weight.shape, tensors[weight.codes].start, codes=codes)
+        stored = tensors[weight.codes]
+        others = tuple(tensors[part] if part else None for part in weight.others)
+        codes = Codes(weight, tensors[weight.scales], others, stored if weight.is_read_in_full else None)
+        found[name] = Stored(stored.file, torch.float32, weight.shape, stored.start, codes=codes)
     return found
 
 
@@ -167,6 +180,8 @@ def _damaged(path: Path, why: str) -> FsdpTuneError:
 def read_elements(file: FileIO, stored: Stored, start: int, elements: int, buffer: bytearray) -> torch.Tensor:
     """Read consecutive elements into the buffer, or into a separate one if they do not fit."""
     size_bytes = elements * stored.read_dtype.itemsize
+    if not size_bytes:
+        return torch.empty(0, dtype=stored.read_dtype)
     place = memoryview(buffer if size_bytes <= len(buffer) else bytearray(size_bytes))[:size_bytes]
     file.seek(start)
     done = 0

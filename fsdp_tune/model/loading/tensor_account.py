@@ -2,8 +2,9 @@
 
 *trained* and *frozen*: a parameter or buffer of the model. *decoded*: a part of a quantised weight that a rule reads. *carried*: not in
 the class that is trained (`mtp.*`, `visual.*`, an extra layer of next-token prediction), and written unchanged into a merged model.
-A quantised weight of these is decoded too, since the merged model is a plain one. *left out*: named by `model.leave_out`. Anything else
-is refused by name.
+A quantised weight of these is decoded too, since the merged model is a plain one. *dropped*: quantises what layers of the base compute
+(`k_scale` of a cache), which is measured before training and has no use without the settings of the base. *left out*: named by
+`model.leave_out`. Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from fsdp_tune.core.errors import Problem, Where
+from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.families import LAYERS, part_of
-from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, StoredType, Unread, find_encodings, method_of
+from fsdp_tune.core.tensors.encoded import StoredType, Unread
+from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, find_encodings, method_of
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import layers_in_4_bits
 from fsdp_tune.model.loading.unfilled import TensorSource, unfilled_problems
@@ -30,7 +32,7 @@ from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseRecord
 
-Fate = Literal["trained", "frozen", "decoded", "carried", "left out"]
+Fate = Literal["trained", "frozen", "decoded", "carried", "dropped", "left out"]
 IN_16_BITS = "name the model in 16 bits as `model.name_or_path`: `quantization: {load: nf4}` quantises it as it is read"
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 _SHOWN = 3
@@ -102,7 +104,7 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     state = parameters_of(model)
     in_model = names_in_model(model, names, state)
     parameters = {name: found.name for name, found in in_model.items() if found.name in state}
-    fates: dict[str, Fate] = {}
+    fates: dict[str, Fate] = dict.fromkeys(encodings.of_activations, "dropped")
     if method_of(base.quantisation) == BITSANDBYTES:
         plain = {name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)}  # their own reader checks them
         fates |= dict.fromkeys(base.types.keys() - plain.keys(), "decoded")
@@ -168,6 +170,15 @@ def names_in_model(
             known[kind] = InModel(new, pattern is not None, tuple(new.replace(first, other) for other in others))
         found[name] = known[kind] if (number := _EXPERT.search(name)) is None else known[kind].of_expert(number[0])
     return found
+
+
+def dropped_notices(account: TensorAccount) -> list[Notice]:
+    """Return the notice about tensors of the base that quantise what its layers compute."""
+    if not (dropped := account.names("dropped")):
+        return []
+    message = f"{len(dropped):,} tensors of the base that quantise a cache or activations, such as `{dropped[0]}`, are not written"
+    hint = "they belong to the weights before training: measure them again with the tool that serves the merged model"
+    return [Notice("base-calibration-dropped", message, Where(key="model.name_or_path"), hint)]
 
 
 def is_left_out(recipe: Recipe, name: str, layers: int) -> bool:

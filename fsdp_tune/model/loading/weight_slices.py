@@ -23,7 +23,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.tensors.encodings import StoredType, settings_of_files
+from fsdp_tune.core.tensors.encoded import StoredType
+from fsdp_tune.core.tensors.encodings import settings_of_files
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
@@ -123,7 +124,7 @@ def read_slices(model: nn.Module, weights: WeightFiles) -> None:
     files.
 
     Tensors are read in the order of the files, so that reads are sequential, and converted to the dtype of the parameter.
-    In addition to its shard, a rank holds BUFFER_BYTES in two buffers.
+    In addition to its shard, a rank holds BUFFER_BYTES in two buffers, and of a weight in GPTQ or AWQ all codes.
     """
     read_tensors(_wanted(model, weights), weights)
 
@@ -175,7 +176,7 @@ def _parts(target: torch.Tensor | Nf4Linear, stored: Stored, buffer_bytes: int) 
     if not stored.shape:
         yield StoredRows(target, local, stored, 0, 0, 1, ())
         return
-    most = max(1, buffer_bytes // (stored.row_elements * stored.read_dtype.itemsize))
+    most = stored.rows_in(buffer_bytes)
     columns = tuple(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True))
     for row in range(0, local.shape[0], most):
         yield StoredRows(target, local, stored, offset[0] + row, row, min(most, local.shape[0] - row), columns)
