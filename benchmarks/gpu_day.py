@@ -1,7 +1,7 @@
 """What a GPU must be rented for, in order of worth, in minutes: `scripts/gpu-day`.
 
     scripts/gpu-day --plan-for H200 --output HOME             without a GPU: the plans of all measurements, which cost no paid minute
-    scripts/gpu-day --wheels WHEELS                           without a GPU: the wheels that a machine with torch and transformers lacks
+    scripts/gpu-day --wheels WHEELS --python 3.12             without a GPU: the wheels that a machine with torch and transformers lacks
     scripts/gpu-day --minutes 9 --from HOME --output OUT      on the machine
     scripts/gpu-day --minutes 9 --from OUT --output OUT2      on the next machine of the kind: continues
     python -m tests.cuda scripts/gpu-day --output OUT         all parts with toys, on an emulated GPU: that they can run
@@ -134,6 +134,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--from", type=Path, dest="earlier", metavar="DIR", help="folder of an earlier call, to be continued")
     parser.add_argument("--plan-for", metavar="GPU", help="only plan for this GPU; starts nothing")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download the wheels that a GPU machine lacks")
+    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="version of that machine's Python")
     parser.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given again")
     parser.add_argument("--again", action="append", default=[], metavar="PART", help="measure this part again")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of this call, its start included")
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.wheels is not None:
         from gpu_machine import download_wheels
 
-        return download_wheels(options.wheels)
+        return download_wheels(options.wheels, options.python)
     tiny = options.tiny or IS_EMULATED
     prepare_environment(tiny=tiny)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part at work is ended too

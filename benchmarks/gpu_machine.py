@@ -14,10 +14,16 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 IS_EMULATED = "EMULATED_CUDA" in os.environ
 VERSIONS = ("torch", "transformers", "accelerate", "peft", "torchao", "flash-attn", "liger-kernel", "triton")
-PRESENT = ("torch", "transformers", "accelerate")
-"""What a rented GPU machine has, with what these need."""
+PRESENT = (
+    *("torch", "transformers", "accelerate", "triton", "numpy", "packaging", "pyyaml", "regex", "safetensors", "tokenizers", "tqdm"),
+    *("filelock", "fsspec", "jinja2", "markupsafe", "sympy", "mpmath", "networkx", "typing-extensions", "huggingface-hub", "psutil"),
+    *("setuptools", "requests"),
+)
+"""What a rented GPU machine has: all versions of torch, transformers and accelerate need it."""
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "torchao", "liger-kernel")
 """What the tests and the parts need in addition to `dependencies` of pyproject.toml."""
+LEFT_OUT = ("datasets",)
+"""With pyarrow and pandas it has 65 MiB. Only data sets of the hub need it, and the part `parity`, which runs where a machine has it."""
 WHEELS_BYTES = 60 << 20
 
 
@@ -50,29 +56,30 @@ def prepare_environment(*, tiny: bool) -> None:
 
 
 def travelling_packages() -> list[str]:
-    """Return what `dependencies` and the tools need here and `PRESENT` does not, each as `name==version`."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    present = _closure(PRESENT)
-    needed = _closure([*(Requirement(each).name for each in wanted), *TOOLS])
-    return [f"{name}=={version}" for name, version in sorted(needed.items()) if name not in present]
-
-
-def _closure(names: list[str] | tuple[str, ...]) -> dict[str, str]:
-    """Return the versions of packages that are installed here, with all that they require."""
+    """Return what `dependencies` and the tools need and a machine lacks, in the versions that are installed here (`name==version`)."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     found: dict[str, str] = {}
-    waiting = [name.lower().replace("_", "-") for name in names]
+    waiting = [*map(_name, dependencies), *TOOLS]
     while waiting:
-        if (name := waiting.pop()) in found or (version := _version(name)) is None:
+        if (name := waiting.pop()) in (*PRESENT, *LEFT_OUT) or name in found:
             continue
-        found[name] = version.split("+")[0]
-        required = [Requirement(text) for text in importlib.metadata.requires(name) or ()]
-        waiting += [each.name.lower().replace("_", "-") for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
-    return found
+        version = _version(name)
+        found[name] = name if version is None else f"{name}=={version}"
+        required = [Requirement(text) for text in (importlib.metadata.requires(name) or () if version is not None else ())]
+        waiting += [_name(each.name) for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return [found[name] for name in sorted(found)]
 
 
-def download_wheels(folder: Path) -> int:
-    """Download the travelling packages for Linux and this Python, without those that only a build provides. Returns the exit code."""
+def _name(requirement: str) -> str:
+    return Requirement(requirement).name.lower().replace("_", "-")
+
+
+def download_wheels(folder: Path, python: str) -> int:
+    """Download the packages for Linux and a version of Python (3.12). Returns the exit code: 1 if they are too large to carry."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    command += ["--python-version", python, "--implementation", "cp"]
+    for glibc in ("2014", "_2_28", "_2_17"):
+        command += ["--platform", f"manylinux{glibc}_x86_64"]
     subprocess.run([*command, *travelling_packages()], check=True)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / (1 << 20):.1f} MiB of at most {WHEELS_BYTES >> 20}")

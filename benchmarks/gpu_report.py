@@ -34,7 +34,9 @@ def _heading(day: dict[str, Any]) -> list[str]:
     facts = ", ".join(f"{name} {value}" for name, value in device.items() if name not in ("name", "emulated"))
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     name = f"{device['name']}, emulated on the CPU" if device["emulated"] else device["name"]
-    calls = [f"{each['began']}: {each.get('seconds', 0):.0f} s, {each['start_seconds']:.0f} s before the first part" for each in day["calls"]]
+    calls = [
+        f"{each['began']}: {each.get('seconds', 0):.0f} s, {each['start_seconds']:.0f} s before the first part" for each in day["calls"]
+    ]
     toys = ["", "**Toys: no figure here says anything about a GPU or about `plan`.**"] if setting["tiny"] else []
     return [f"{name} ({facts}); commit {setting['commit']}; {versions}. {planned}", "", f"Calls: {'; '.join(calls)}.", *toys]
 

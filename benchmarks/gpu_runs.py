@@ -371,9 +371,9 @@ class Measured:
         }
 
     def _startup(self) -> dict[str, float]:
-        """Return the seconds to the end of the first step, by phase."""
+        """Return the seconds to the end of the first step, by phase; a fork was launched long before."""
         first = next((event for event in self.events if event["event"] == "first_step"), {})
-        return {phase: round(seconds, 2) for phase, seconds in first.get("phase_seconds", {}).items()}
+        return {phase: round(seconds, 2) for phase, seconds in first.get("phase_seconds", {}).items() if phase != "launching"}
 
 
 def measured(folder: Path, reason: str | None, log: Path) -> Measured:
