@@ -116,8 +116,10 @@ def refuse_scores_without_room(recipe: Recipe, model: ModelFacts, plan: Plan | N
     kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS)
     needed_gib, free_gib = _model_bytes(recipe, model) / GIB, plan.usable_gib - kept_gib
     if needed_gib > free_gib:
-        message = f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {free_gib:.1f} of "
-        message += f"{plan.usable_gib:.1f} GiB are free: its rank keeps {kept_gib:.1f} GiB of parameters and optimizer state between steps"
+        message = (
+            f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {free_gib:.1f} of "
+            f"{plan.usable_gib:.1f} GiB are free: its rank keeps {kept_gib:.1f} GiB of parameters and optimizer state between steps"
+        )
         hint = "`--set evaluation.when=at_end`, or `alongside` with a GPU that no rank uses"
         raise usage_error("evaluation-without-room", message, where=Where(key="evaluation.when"), hint=hint)
 
