@@ -1,236 +1,207 @@
-"""Everything that waits for a GPU, in order of worth, in one command and 25 minutes: `scripts/gpu-day`.
+"""What a GPU must be rented for, in order of worth, in minutes: `scripts/gpu-day`.
 
-    scripts/gpu-day --output DIR                   what DIR has no result of yet; DIR/report.md is written anew after every part
-    scripts/gpu-day --output DIR --part memory     this part alone (again: more)
-    scripts/gpu-day --output DIR --again memory    this part once more (again: more)
-    python -m tests.cuda scripts/gpu-day --output DIR    all of it small, on an emulated GPU: that it can run
+    scripts/gpu-day --plan-for H200 --output HOME             without a GPU: the plans of all measurements, which cost no paid minute
+    scripts/gpu-day --wheels WHEELS --python 3.12             without a GPU: the wheels that a machine with torch and transformers lacks
+    scripts/gpu-day --minutes 9 --from HOME --output OUT      on the machine
+    scripts/gpu-day --minutes 9 --from OUT --output OUT2      on the next machine of the kind: continues
+    python -m tests.cuda scripts/gpu-day --output OUT         all parts with toys, on an emulated GPU: that they can run
 
-Each part is a command with a time limit and leaves DIR/NAME.json, so that the same command continues after a kill, a crash of the machine
-or the end of the time. A part that fails or hangs is a line of the report, and the next one begins.
+A part has at most 90 s, and each of its rows is written as soon as it is measured, to OUT/day.json and OUT/report.md, which are all that
+must come back. A row that is out of memory, crashes or hangs keeps its reason; the row that the end of the time cut is measured by the next
+call. `--part NAME` (again: more) runs only these, `--again NAME` repeats one.
 
-PYTHON names the interpreter: a GPU machine has its own torch, and the rest travels as wheels on PYTHONPATH (`gpu.py` says how; `--needs`
-lists what is missing).
+PYTHON names the interpreter: a GPU machine has its own torch (2.11 or later), transformers and accelerate. The rest travels as wheels:
+
+    python3 -m pip install -q --no-index --no-deps --target /tmp/site WHEELS/*.whl
+    PYTHON=python3 PYTHONPATH=$PWD:/tmp/site scripts/gpu-day --minutes 9 --from HOME --output OUT
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import multiprocessing
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import gpu
-import gpu_day_report
+import gpu_state
+from gpu_machine import IS_EMULATED, prepare_environment
 
-MINUTES = 25.0
-LEAST_SECONDS = 20.0
+MINUTES = 9.0
+GRACE_SECONDS = 15.0
+"""After its time is up, a part may still write what it has; and the last seconds of a call, for its report."""
+LEAST_SECONDS = 15.0
 """With less time left no part begins."""
-TAIL_LINES = 60
-PYTEST = ("-m", "pytest", "-p", "tests.gpu.failures", "-p", "no:cacheprovider", "-W", "default")  # another version may warn
-WORKERS_AT_MOST = 8
-"""Of pytest in a part that checks numbers: each holds a context of the device, half a GiB."""
+PATIENCE = 4.0
+"""Times all limits on an emulated GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    name: str
-    what: str
-    command: tuple[str, ...]
-    """Arguments of Python, from the root of the repository."""
-    limit_seconds: float
-    measures: bool = True
-    """False: it checks numbers, and says nothing of speed."""
+# ---- One part in its process
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a part ended: `ended` is "passed" or says why not."""
+def play(part: Any, bench: Any, pipe: Connection) -> None:
+    """In the part's process: sends each row as it comes, and at the end why there are no more."""
+    from gpu_runs import TimeIsUp
 
-    command: str
-    ended: str
-    seconds: float
-    limit_seconds: float
-    is_complete: bool
-    """False: the next call runs it again."""
-    tail: list[str]
+    from fsdp_tune.core.parent_death import die_with_parent
 
-
-def tasks_of_a_day(output: Path, patience: float, *, tiny: bool) -> list[Task]:
-    """`patience`: how many times as long as on a GPU each part may take."""
-    from gpu_parts import PARTS
-
-    parts = {part.name: part for part in PARTS}
-
-    def benchmark(name: str) -> Task:
-        part = parts[name]
-        own = (
-            "--part",
-            name,
-            "--output",
-            str(folder_of(output, name)),
-            "--seconds",
-            f"{part.budget_seconds * patience - 15:.0f}",
-            "--patience",
-            f"{patience:g}",
-        )
-        return Task(name, part.what, ("benchmarks/gpu.py", *own, *(["--tiny"] if tiny else [])), part.budget_seconds * patience)
-
-    pytest = (*PYTEST, "-n", str(max(1, min(WORKERS_AT_MOST, (os.cpu_count() or 1) // 2))), "--dist", "load")
-    return [
-        Task(
-            "kernels",
-            "Kernels and the device's own code give right numbers.",
-            (*pytest, "-m", "gpu", "-v", "tests/gpu"),
-            280 * patience,
-            measures=False,
-        ),
-        Task(
-            "parity",
-            "Runs of one rank follow a plain loop on the CPU: strategies, packing, compilation, fp8, 4 bits, adapters, optimizers.",
-            (*pytest, "-m", "one_gpu", "-v", "tests/parity"),
-            240 * patience,
-            measures=False,
-        ),
-        *map(benchmark, ("ceilings", "recipe", "memory", "switches", "adapters", "long rows", "bare", "offload")),
-    ]
-
-
-def folder_of(output: Path, name: str) -> Path:
-    return output / name.replace(" ", "-")
-
-
-# ---- One part, or several side by side
-
-
-def run_tasks(tasks: Sequence[Task], output: Path, seconds: float) -> list[Result]:
-    """Run all tasks at the same time, each until its own limit or `seconds`. A task that `seconds` ended is incomplete."""
-    from fsdp_tune.core.processes import ends_with_parent
-
-    began = time.monotonic()
-    running: list[subprocess.Popen[bytes]] = []
-    found: dict[str, Result] = {}
+    os.setpgid(0, 0)
+    die_with_parent()
+    ended: dict[str, Any] = {"ended": None, "is_complete": True}
     try:
-        for task in tasks:
-            with _log(output, task).open("wb") as out:
-                command = ends_with_parent([sys.executable, *task.command])
-                running.append(
-                    subprocess.Popen(command, cwd=gpu.ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-                )
-        while len(found) < len(tasks):
-            time.sleep(0.05)
-            for task, process in zip(tasks, running, strict=True):
-                if task.name not in found and (result := _ended(task, process, time.monotonic() - began, seconds)) is not None:
-                    _kill(process)
-                    tail = _log(output, task).read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-                    found[task.name] = replace(result, tail=tail)
+        for row in part.rows(bench):
+            pipe.send(row)
+    except TimeIsUp as cut:
+        ended = {"ended": str(cut), "is_complete": False}
+    except Exception as error:  # noqa: BLE001  a broken part is a line of the report, and the next one begins
+        sys.stderr.write(traceback.format_exc())
+        ended |= {"ended": f"{type(error).__name__}: {error}", "message": traceback.format_exc()}
     finally:
-        for task, process in zip(tasks, running, strict=False):  # fewer run where one could not start
-            if task.name not in found:
-                _kill(process)
-    return [found[task.name] for task in tasks]
+        bench.close()
+    pipe.send(ended)
 
 
-def _ended(task: Task, process: subprocess.Popen[bytes], took: float, seconds: float) -> Result | None:
-    limit, code = min(task.limit_seconds, seconds), process.poll()
-    if code is None and took < limit:
-        return None
-    said = f"killed: its {limit:.0f} s were up" if code is None else "passed" if code == 0 else f"failed: exit code {code}"
-    return Result(shlex.join([sys.executable, *task.command]), said, took, limit, code is not None or limit == task.limit_seconds, [])
+def run_part(part: Any, bench: Any, seconds: float, found: dict[str, Any], note: Callable[[], None]) -> None:
+    """Fill `found` with the rows of the part, which is killed when its time is long up; `note` after each."""
+    started = time.monotonic()
+    bench.run.left = lambda: started + seconds - time.monotonic()
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=play, args=(part, bench, writer))
+    process.start()
+    writer.close()
+    try:
+        while True:
+            if not reader.poll(max(0.0, started + seconds + GRACE_SECONDS - time.monotonic())):
+                ended: dict[str, Any] = {"ended": f"its {seconds:.0f} s were up", "is_complete": False}
+                break
+            row = reader.recv()
+            if "ended" in row:
+                ended = row
+                break
+            gpu_state.add_row(found, row)
+            note()
+    except EOFError:
+        process.join(GRACE_SECONDS)
+        ended = {"ended": f"its process ended with code {process.exitcode}", "is_complete": True}
+    except BaseException:  # the call is ended
+        end(process, 0.0)
+        raise
+    end(process)
+    found |= ended | {"seconds": found["seconds"] + time.monotonic() - started}
 
 
-def _log(output: Path, task: Task) -> Path:
-    return folder_of(output, task.name).with_suffix(".log")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started."""
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def end(process: BaseProcess, patience_seconds: float = 1.0) -> None:
+    process.join(patience_seconds)
+    if process.is_alive() and process.pid is not None:
+        os.killpg(process.pid, signal.SIGKILL)  # what it started dies with it
+        process.join()
 
 
 # ---- All of them
 
 
-def results(tasks: Sequence[Task], output: Path) -> dict[str, Result]:
-    files = {task.name: folder_of(output, task.name).with_suffix(".json") for task in tasks}
-    return {name: Result(**json.loads(file.read_text(encoding="utf-8"))) for name, file in files.items() if file.exists()}
-
-
-def play(tasks: Sequence[Task], output: Path, setting: dict[str, Any], *, minutes: float = MINUTES, again: Sequence[str] = ()) -> bool:
-    """Run what has no complete result in `output` yet, and return whether all parts passed. `setting` is what `setting_of` found."""
-    from fsdp_tune.core.atomic import write_file, write_json
-
-    began = time.monotonic()
-    found = results(tasks, output)
-    wanted = [task for task in tasks if task.name not in found or not found[task.name].is_complete or task.name in again]
-    checks = [task for task in wanted if not task.measures]  # they may share the device, and nothing else runs beside a measurement
-    for together in [*([checks] if checks else []), *([task] for task in wanted if task.measures)]:
-        left = 60 * minutes - (time.monotonic() - began)
+def run_parts(
+    parts: Sequence[Any], day: dict[str, Any], make_bench: Callable[[Any, frozenset[str]], Any], output: Path, ends_at: float, times: float
+) -> None:
+    """Run what has no complete result in `day` yet, until the monotonic time `ends_at`. `times`: the limits of the parts are for a GPU."""
+    for part in parts:
+        found = day["parts"].setdefault(part.name, gpu_state.empty_part())
+        left = ends_at - time.monotonic()
+        if found["is_complete"]:
+            continue
         if left < LEAST_SECONDS:
             break
-        for task, result in zip(together, run_tasks(together, output, left), strict=True):
-            found[task.name] = result
-            print(f"{task.name}: {result.ended}, {result.seconds:.0f} s", flush=True)
-            write_json(folder_of(output, task.name).with_suffix(".json"), asdict(result))
-        write_file(output / "report.md", gpu_day_report.markdown(setting, tasks, found, output))
-    write_file(output / "report.md", gpu_day_report.markdown(setting, tasks, found, output))
-    return all(task.name in found and found[task.name].ended == "passed" for task in tasks)
+        before = len(gpu_state.measured(found))
+        bench = make_bench(part, gpu_state.measured(found))
+        run_part(part, bench, min(part.budget_seconds * times, left), found, lambda: gpu_state.write(day, output))
+        rows = gpu_state.measured(found)
+        print(f"{part.name}: {len(rows) - before} rows more, {found['seconds']:.0f} s; {found['ended'] or 'complete'}", flush=True)
+        gpu_state.write(day, output)
 
 
-def setting_of(output: Path) -> dict[str, Any]:
-    """What all results of a folder have in common. SystemExit where the folder has results of another device or version."""
-    from gpu_runs import find_device
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/gpu-day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder of day.json and report.md")
+    parser.add_argument("--from", type=Path, dest="earlier", metavar="DIR", help="folder of an earlier call, to be continued")
+    parser.add_argument("--plan-for", metavar="GPU", help="only plan for this GPU; starts nothing")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download the wheels that a GPU machine lacks")
+    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="version of that machine's Python")
+    parser.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given again")
+    parser.add_argument("--again", action="append", default=[], metavar="PART", help="measure this part again")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of this call, its start included")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="times all limits on an emulated GPU; a busy machine needs more")
+    parser.add_argument("--tiny", action="store_true", help="toys, as on an emulated GPU")
+    options = parser.parse_args(arguments)
+    if options.output is None and options.wheels is None:
+        parser.error("--output DIR is needed")
+    from gpu_parts import PARTS
 
-    with tempfile.TemporaryDirectory(prefix="gpu-day-") as place:
-        facts, _ = find_device(Path(place))
-    facts.pop("free_gib")
-    setting = {"commit": gpu.commit(), "versions": gpu.versions(), "device": facts | {"emulated": gpu.IS_EMULATED}}
-    file = output / "setting.json"
-    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != setting:
-        raise SystemExit(f"{output} has results of another day: {before}, and here is {setting}. Name another folder.")
-    output.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(setting, indent=1), encoding="utf-8")
-    return setting
+    if unknown := sorted({*options.again, *options.part} - {part.name for part in PARTS}):
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(part.name for part in PARTS)}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/gpu-day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder of the results and of report.md")
-    parser.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given again")
-    parser.add_argument("--again", action="append", default=[], metavar="PART", help="run this part although it has a result")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for this call, of a GPU's time")
-    parser.add_argument(
-        "--patience", type=float, default=gpu.CPU_PATIENCE, help="times all limits on an emulated GPU; a busy machine needs more"
-    )
-    parser.add_argument("--needs", action="store_true", help="print the packages that are missing here, and end")
-    options = parser.parse_args(arguments)
-    if options.needs:
-        print(" ".join(gpu.missing_packages()) or "nothing is missing")
-        return 0
-    if options.output is None:
-        parser.error("--output DIR is needed")
-    output = options.output.resolve()
-    gpu.prepared_environment("cuda", tiny=gpu.IS_EMULATED)
-    patience = options.patience if gpu.IS_EMULATED else 1.0
-    tasks = tasks_of_a_day(output, patience, tiny=gpu.IS_EMULATED)
-    if unknown := sorted({*options.again, *options.part} - {task.name for task in tasks}):
-        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(task.name for task in tasks)}")
-    tasks = [task for task in tasks if not options.part or task.name in options.part]
+    began = time.monotonic()
+    options = options_of(arguments)
+    if options.wheels is not None:
+        from gpu_machine import download_wheels
+
+        return download_wheels(options.wheels, options.python)
+    tiny = options.tiny or IS_EMULATED
+    prepare_environment(tiny=tiny)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part at work is ended too
-    passed = play(tasks, output, setting_of(output), minutes=options.minutes * patience, again=options.again)
-    print(output / "report.md")
-    return 0 if passed else 1
+    from gpu_parts import PARTS, Bench
+    from gpu_runs import PlansOnly, Runner, find_device, warm_up
+
+    from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.core.gpus import detect, find_hardware
+
+    times = options.patience if tiny else 1.0
+    output = options.output.resolve()
+    day = gpu_state.read(options.earlier or output)
+    gpu_state.forget(day, options.again)
+    parts = [part for part in PARTS if not options.part or part.name in options.part]
+    with tempfile.TemporaryDirectory(prefix="gpu-day-") as place:
+        folder = Path(place)
+        if options.plan_for is not None:
+            try:
+                hardware = find_hardware(options.plan_for)
+            except FsdpTuneError as error:
+                raise SystemExit(f"--plan-for: {error.problems[0].message}. {error.problems[0].hint}") from error
+            day["planned_for"] = hardware.name
+            planner = PlansOnly(folder, hardware.device_names[0])
+            for part in (part for part in parts if part.has_plans):
+                with Bench(planner, hardware, tiny, plans_ahead=True) as bench:
+                    for row in part.rows(bench):
+                        gpu_state.add_plan(day["parts"].setdefault(part.name, gpu_state.empty_part()), row)
+                gpu_state.write(day, output)
+            return 0
+        warm_up()
+        facts, forks = find_device(folder)
+        hardware = detect(facts["name"]) or find_hardware("A100-80GB")
+        gpu_state.begin_call(day, facts, hardware.name, options.minutes, tiny=tiny, start_seconds=time.monotonic() - began)
+
+        def make_bench(part: Any, done: frozenset[str]) -> Any:
+            own = folder / part.name
+            own.mkdir()
+            run = Runner(own, facts["name"], forks, at_most_seconds=Runner.at_most_seconds * times)
+            return Bench(run, hardware, tiny, done=done, plans=gpu_state.plans(day, part.name))
+
+        run_parts(parts, day, make_bench, output, began + 60 * options.minutes * times - GRACE_SECONDS, times)
+        day["calls"][-1]["seconds"] = time.monotonic() - began
+        gpu_state.write(day, output)
+    print(output / gpu_state.REPORT)
+    return 0
 
 
 if __name__ == "__main__":

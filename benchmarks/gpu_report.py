@@ -1,27 +1,51 @@
-"""What `gpu.py` found, as one JSON document and as Markdown. Pure, but for `write`."""
+"""The report of a GPU day: Markdown of what day.json has. Pure."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpu_parts import Part
 
 Row = dict[str, Any]
-JSON_NAME, MARKDOWN_NAME = "gpu.json", "gpu.md"
 COMPARED = ("allocated_gib", "reserved_gib", "step_seconds")
+NOT_BEGUN = "Not begun: the next call continues with it."
 
 
-def write(document: dict[str, Any], parts: Sequence[Part], output: Path) -> None:
-    """Both files, each whole at any time."""
-    from fsdp_tune.core.atomic import write_file, write_json
+def markdown(day: dict[str, Any], parts: Sequence[Part]) -> str:
+    found: dict[str, dict[str, Any]] = {name: part | {"rows": list(map(with_errors, part["rows"]))} for name, part in day["parts"].items()}
+    lines = ["# A day on a GPU", "", *_heading(day)]
+    rows = [_part_row(part, found.get(part.name)) for part in parts]
+    lines += ["", *table(rows, (("name", "part", ""), ("rows", "rows", "d"), ("seconds", "s", ".0f"), ("ended", "ended", "")))]
+    if told := summary(day, found):
+        lines += ["", *(f"- {sentence}" for sentence in told)]
+    for part in parts:
+        lines += ["", f"## {part.name}", "", part.what, "", *section(found.get(part.name), part)]
+    return "\n".join(lines) + "\n"
 
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / JSON_NAME, document)
-    write_file(output / MARKDOWN_NAME, markdown(document, parts))
+
+def _heading(day: dict[str, Any]) -> list[str]:
+    planned = f"Plans are for {day['planned_for']}." if "planned_for" in day else ""
+    if (setting := day.get("setting")) is None:
+        return [f"Nothing is measured yet. {planned}"]
+    device = setting["device"]
+    facts = ", ".join(f"{name} {value}" for name, value in device.items() if name not in ("name", "emulated"))
+    versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
+    name = f"{device['name']}, emulated on the CPU" if device["emulated"] else device["name"]
+    calls = [
+        f"{each['began']}: {each.get('seconds', 0):.0f} s, {each['start_seconds']:.0f} s before the first part" for each in day["calls"]
+    ]
+    toys = ["", "**Toys: no figure here says anything about a GPU or about `plan`.**"] if setting["tiny"] else []
+    return [f"{name} ({facts}); commit {setting['commit']}; {versions}. {planned}", "", f"Calls: {'; '.join(calls)}.", *toys]
+
+
+def _part_row(part: Part, found: dict[str, Any] | None) -> Row:
+    if found is None or not (found["seconds"] or found["ended"]):
+        return {"name": part.name, "ended": "not begun"}
+    state = found["ended"] or "complete"
+    return {"name": part.name, "rows": len(found["rows"]), "seconds": found["seconds"], "ended": state}
 
 
 def with_errors(row: Row) -> Row:
@@ -55,42 +79,23 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in cells) + " |"
 
 
-def markdown(document: dict[str, Any], parts: Sequence[Part]) -> str:
-    device = document["device"]
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    lines = ["# One GPU, as measured", "", f"`{document['command']}` at commit {document['commit']}, on {device_name(device)}; {versions}."]
-    if document["tiny"]:
-        lines += [
-            "",
-            "**Played small, to see that every part can run: no figure here says anything about a GPU or about `plan`.**",
-        ]
-    lines += ["", f"{document['seconds']:.0f} s of {document['limit_seconds']:.0f}. Plans are for {document['planned_for']}."]
-    if told := summary(document):
-        lines += ["", *(f"- {sentence}" for sentence in told)]
-    for part in parts:
-        lines += ["", f"## {part.name}", "", *section(document["parts"].get(part.name), part)]
-    return "\n".join(lines) + "\n"
-
-
-def device_name(device: dict[str, Any]) -> str:
-    return f"{device['name']}, emulated on the CPU" if device.get("emulated") else device["name"]
-
-
 def section(found: dict[str, Any] | None, part: Part) -> list[str]:
-    if found is None:
-        return [part.what, "", "Not run."]
-    lines = [part.what, "", f"{found['seconds']:.0f} s of {part.budget_seconds:.0f}."]
+    if found is None or not (found["rows"] or found["ended"]):
+        return [NOT_BEGUN]
+    lines = [f"{found['seconds']:.0f} s; {found['ended'] or 'complete'}."]
     if found["rows"]:
         lines += ["", *table(found["rows"], part.columns)]
     lines += [f"\n{row['name']}: {row['because']}." for row in found["rows"] if row.get("because")]
-    return [*lines, *([f"\nThe part ended early: {found['reason']}"] if found["reason"] else [])]
+    for name, message in [*((row["name"], row.get("message")) for row in found["rows"]), (part.name, found.get("message"))]:
+        lines += ["", f"{name}:", "", "```text", message, "```"] if message else []
+    return lines
 
 
-def summary(document: dict[str, Any]) -> list[str]:
-    """What was asked of a GPU, each with what was found; nothing of toys."""
-    if document["tiny"]:
+def summary(day: dict[str, Any], found: dict[str, dict[str, Any]]) -> list[str]:
+    """What is asked of a GPU, each with what was found; nothing of toys."""
+    if day.get("setting", {}).get("tiny", True):
         return []
-    rows = {name: found["rows"] for name, found in document["parts"].items()}
+    rows = {name: part["rows"] for name, part in found.items()}
     told: list[str] = []
     for row in rows.get("recipe", []):
         if row.get("mfu") is not None:
@@ -100,7 +105,7 @@ def summary(document: dict[str, Any]) -> list[str]:
         for row in rows.get("bare", [])
         if row["name"] == "ours" and row.get("speed_over_bare")
     ]
-    planned = [row for name in ("memory", "recipe", "switches", "offload") for row in rows.get(name, [])]
+    planned = [row for part in rows.values() for row in part]
     for figure, what in zip(COMPARED, ("allocated memory", "reserved memory", "step time"), strict=True):
         off = [abs(row[f"error_{figure}"]) for row in planned if row.get(f"error_{figure}") is not None]
         if off:

@@ -1,10 +1,11 @@
-"""Starts what `gpu.py` measures: the real worker on one rank, or a loop by hand, each in a process of its own.
+"""Starts what `gpu_day.py` measures: the real worker on one rank, or a loop by hand, each in a process of its own.
 
 What every run imports is imported once, before CUDA is touched, and each run is a fork of that: it begins after a second instead of
 eight. Where CUDA does not survive the fork (a library asked for it while it was imported), runs are fresh interpreters. A run that is
-out of memory, crashes or hangs ends alone, and what it says is its row.
+out of memory, crashes or hangs ends alone, and its message and the lines that it has written are its row.
 
-Weights are drawn on the card, because a host takes half a minute to draw eight billion; and no run saves its last step.
+Weights are drawn on the GPU, because a host takes half a minute to draw eight billion. No run saves: the copy of the last step would lock
+as many bytes of host memory as weights and optimizer have, 48 to 96 GB of an 8B model, and write them to the disk.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ POLL_SECONDS = 0.02
 PROBE_SECONDS = 90.0
 STACKS_SECONDS = 1.0
 LAST_WORDS = 400
-"""Characters of a log that a row holds."""
+"""Characters of a log that a reason holds."""
+MESSAGE_LINES = 40
+"""Last lines of a log that the message of a failed row holds."""
+LEAST_SECONDS = 5.0
+"""With less time left no run begins."""
+
+
+class TimeIsUp(Exception):
+    """The part has no time left. The message tells what was cut."""
 
 
 # ---- Recipes and rows
@@ -67,14 +76,14 @@ def write_rows(folder: Path, tokens: int, rows: int, vocabulary: int, examples: 
     return store
 
 
-def resolved(tree: dict[str, Any], file: Path, device: str, name: str | None) -> Any:
+def resolved(tree: dict[str, Any], file: Path, device_name: str) -> Any:
     """The recipe of a tree of keys, read and checked like a user's file. FsdpTuneError where it is refused."""
     from fsdp_tune.core.devices import Machine, available_cores
     from fsdp_tune.recipe.read.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
 
     file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
-    machine = Machine("cuda", 1, available_cores(), name) if device == "cuda" else Machine(None, 0, available_cores(), None)
+    machine = Machine("cuda", 1, available_cores(), device_name)
     return resolve(load_recipe(str(file)).recipe, machine, cwd=file.parent).recipe
 
 
@@ -83,9 +92,11 @@ def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
     from fsdp_tune.data.preparation import Prepared
     from fsdp_tune.data.report import DataReport
     from fsdp_tune.run.directory import RunDir
+    from fsdp_tune.run.launch_files import ResumeRequest
 
     run = RunDir(folder)
     run.logs.mkdir(parents=True)
+    ResumeRequest(saves=False).write(run.resume_json)
     run.recipe_json.write_text(recipe.model_dump_json(by_alias=True), encoding="utf-8")
     rows = len(np.fromfile(store / "train" / "rows.int64", "<i8")) - 1
     where: dict[str, Any] = {"key": "made", "path": str(store), "train": str(store / "train"), "evals": {}}
@@ -97,10 +108,12 @@ def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a job ended: nothing is said where all went well."""
+    """How a job ended."""
 
-    reason: str | None
-    seconds: float
+    reason: str | None = None
+    """None: as it should."""
+    was_killed: bool = False
+    """Its time was up."""
 
 
 def run_job(job: dict[str, Any], seconds: float, *, forks: bool) -> Ended:
@@ -117,11 +130,15 @@ def run_job(job: dict[str, Any], seconds: float, *, forks: bool) -> Ended:
     if code is None:
         where = _location(Path(job["run"]), pid) if job["kind"] == "worker" else ""
         _kill(pid)
-        return Ended(f"killed after {seconds:.0f} s{where}", time.monotonic() - started)
-    took = time.monotonic() - started
-    if code == 0:
-        return Ended(None, took)
-    return Ended(_told(job) or f"exit code {code}: {_end_of(log)}", took)
+        return Ended(f"killed after {seconds:.0f} s{where}", was_killed=True)
+    return Ended() if code == 0 else Ended(_problem_of(job) or f"{_describe(code)}: {_end_of(log)}")
+
+
+def _describe(code: int) -> str:
+    """A SIGKILL is none of ours here: it is that of a kernel that has no host memory left."""
+    if code == -signal.SIGKILL:
+        return "killed by the kernel (is the host out of memory?)"
+    return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
 
 
 def _code(pid: int) -> int | None:
@@ -154,7 +171,7 @@ def _end_of(log: Path) -> str:
     return lines[-1][-LAST_WORDS:] if lines else "it said nothing"
 
 
-def _told(job: dict[str, Any]) -> str | None:
+def _problem_of(job: dict[str, Any]) -> str | None:
     """Of a worker: the problem in its outcome file."""
     if job["kind"] != "worker":
         return None
@@ -211,18 +228,11 @@ def do(job: dict[str, Any]) -> int:
 
 
 def worker(job: dict[str, Any]) -> int:
-    """`python -m fsdp_tune.worker RUN`, as the launcher starts it; `draw`: weights are drawn on the device."""
+    """`python -m fsdp_tune.worker RUN`, as the launcher starts it, with weights that are drawn on the device."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **_meeting(), **job.get("environment", {})}
     from fsdp_tune.worker import __main__ as entry
-    from fsdp_tune.worker import setup
 
-    if job["device"] == "cpu":
-        import torch
-
-        torch.set_num_threads(1)
-    if job["draw"]:
-        _draw_on_the_device()
-    patch.object(setup, "close", lambda trainer: trainer.parts.metrics.close()).start()
+    draw_on_the_device()
     return entry.main([job["run"]])
 
 
@@ -232,7 +242,8 @@ def _meeting() -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe_socket.getsockname()[1])}
 
 
-def _draw_on_the_device() -> None:
+def draw_on_the_device() -> None:
+    """From now on this process draws the weights of a model on its device, in place of rank 0's host."""
     from fsdp_tune.model.loading import assemble as loading
     from fsdp_tune.worker import setup
 
@@ -280,29 +291,26 @@ def ceilings(job: dict[str, Any]) -> int:
     """What the device reaches at best: a bf16 product of large matrices, and a copy."""
     import torch
 
-    device, size = job["device"], job["size"]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    product = _median_seconds(lambda: one @ other, device)
-    source = torch.randn(job["copied"], device=device)
+    size = job["size"]
+    one, other = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = _median_seconds(lambda: one @ other)
+    source = torch.randn(job["copied"], device="cuda")
     target = torch.empty_like(source)
-    copy = _median_seconds(lambda: target.copy_(source), device)
+    copy = _median_seconds(lambda: target.copy_(source))
     found = {"product_tflops": 2 * size**3 / product / 1e12, "copy_gb_s": 2 * source.nbytes / copy / 1e9, "size": size}
     Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
     return 0
 
 
-def _median_seconds(act: Callable[[], Any], device: str, rounds: int = 12) -> float:
+def _median_seconds(act: Callable[[], Any], rounds: int = 12) -> float:
     import torch
 
     seconds: list[float] = []
     for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         started = time.perf_counter()
         act()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[2:])
 
@@ -325,12 +333,15 @@ def probe(job: dict[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of a finished worker."""
+    """Of a worker, finished or not."""
 
-    lines: list[dict[str, Any]]
+    lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Those with a loss."""
-    events: list[dict[str, Any]]
-    readback: dict[str, Any]
+    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    reason: str | None = None
+    """Why it did not finish."""
+    message: str | None = None
+    """The end of its logs, if it did not finish."""
 
     def median(self, key: str) -> float | None:
         """Over the lines but the first, whose steps warm up."""
@@ -340,7 +351,11 @@ class Measured:
     def most(self, key: str) -> float | None:
         return max((line[key] for line in self.lines if line.get(key) is not None), default=None)
 
-    def figures(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
+        """Return the figures of the steps that have ended, and the reason if there are fewer than there should be."""
+        why = {"reason": self.reason, "message": self.message} if self.reason else {}
+        if not self.lines:
+            return why
         compiled = [event for event in self.events if event["event"] == "compiled"]
         return {
             "step_seconds": self.median("step_seconds"),
@@ -350,74 +365,101 @@ class Measured:
             "reserved_gib": self.most("peak_reserved_gib"),
             "host_gib": self.most("peak_host_gib"),
             "last_loss": self.lines[-1]["loss"],
+            "startup": self._startup(),
             **({"compile_seconds": sum(e["seconds"] for e in compiled), "graphs": compiled[-1]["graphs"]} if compiled else {}),
+            **why,
         }
 
+    def _startup(self) -> dict[str, float]:
+        """Return the seconds to the end of the first step, by phase; a fork was launched long before."""
+        first = next((event for event in self.events if event["event"] == "first_step"), {})
+        return {phase: round(seconds, 2) for phase, seconds in first.get("phase_seconds", {}).items() if phase != "launching"}
 
-def measured(folder: Path) -> Measured:
+
+def measured(folder: Path, reason: str | None, log: Path) -> Measured:
+    """Read what a worker has written, whether it has finished or not."""
     from fsdp_tune.run.directory import RunDir
 
     run = RunDir(folder)
-    every = [json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
-    readback: dict[str, Any] = json.loads(run.readback_json.read_text(encoding="utf-8"))
-    return Measured([line for line in every if "loss" in line], [line for line in every if "event" in line], readback)
+    text = run.metrics_jsonl.read_text(encoding="utf-8") if run.metrics_jsonl.exists() else ""
+    every = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a killed one may have cut its last
+    message = None
+    if reason is not None:
+        logs = [file.read_text(encoding="utf-8", errors="replace").splitlines() for file in (log, run.rank_log(0)) if file.exists()]
+        message = "\n".join([line for lines in logs for line in lines][-MESSAGE_LINES:])
+    return Measured([line for line in every if "loss" in line], [line for line in every if "event" in line], reason, message)
 
 
 @dataclass
 class Runner:
-    """Runs recipes one after another on one device; `left` tells the seconds that are left for all that is to come."""
+    """Runs recipes one after another on one GPU; `left` returns the seconds that the part has left."""
 
     folder: Path
-    device: str
-    device_name: str | None
+    device_name: str
     forks: bool
-    left: Callable[[], float]
-    at_most_seconds: float = 100.0
-    count: int = field(default=0)
+    left: Callable[[], float] = lambda: float("inf")
+    at_most_seconds: float = 75.0
+    """For a run: less than a part has, so that one that hangs leaves time for another."""
+    count: int = 0
 
-    def __call__(self, tree: dict[str, Any], *, draw: bool = True, examples: int = 1, rows: int = 64) -> Measured | str:
-        """What a run of the recipe measured, or why there is none."""
+    def __call__(self, tree: dict[str, Any], *, examples: int = 1, rows: int = 64) -> Measured:
+        """Return what a run of the recipe measured. Raises: TimeIsUp."""
         from fsdp_tune.core.errors import FsdpTuneError
 
-        if (seconds := self._seconds()) is None:
-            return "not run: the time was up"
         self.count += 1
         try:
-            recipe = resolved(tree, self.folder / f"recipe-{self.count}.json", self.device, self.device_name)
+            recipe = resolved(tree, self.folder / f"recipe-{self.count}.json", self.device_name)
         except FsdpTuneError as error:
-            return f"not available: {error.problems[0].message}"
+            return Measured(reason=f"not available: {error.problems[0].message}")
         config = recipe.model.from_config or json.loads(Path(recipe.model.name_or_path, "config.json").read_text(encoding="utf-8"))
         vocabulary = int(config["vocab_size"])
-        run = self.folder / f"run-{self.count}"
+        run, log = self.folder / f"run-{self.count}", self.folder / f"run-{self.count}.log"
         write_run(recipe, run, write_rows(self.folder, recipe.data.max_length, rows, vocabulary, examples), vocabulary)
-        job = {"kind": "worker", "run": str(run), "draw": draw, "device": self.device, "log": str(self.folder / f"run-{self.count}.log")}
-        return ended.reason if (ended := run_job(job, seconds, forks=self.forks)).reason else measured(run)
+        return measured(run, self._ended({"kind": "worker", "run": str(run), "log": str(log)}).reason, log)
 
-    def job(self, kind: str, **details: Any) -> dict[str, Any] | str:
-        """What another kind of process wrote, or why there is nothing."""
-        if (seconds := self._seconds()) is None:
-            return "not run: the time was up"
+    def job(self, kind: str, **details: Any) -> dict[str, Any]:
+        """Return what another kind of process wrote, or the reason why it wrote nothing. Raises: TimeIsUp."""
         self.count += 1
         base = self.folder / f"{kind}-{self.count}"
-        job = {"kind": kind, "device": self.device, "result": f"{base}.json", "log": f"{base}.log", "folder": str(base), **details}
-        ended = run_job(job, seconds, forks=self.forks)
-        return ended.reason or json.loads(Path(job["result"]).read_text(encoding="utf-8"))
+        job = {"kind": kind, "device": "cuda", "result": f"{base}.json", "log": f"{base}.log", "folder": str(base), **details}
+        if (reason := self._ended(job).reason) is not None:
+            return {"reason": reason}
+        return json.loads(Path(job["result"]).read_text(encoding="utf-8"))
 
-    def _seconds(self) -> float | None:
-        left = self.left()
-        return min(left, self.at_most_seconds) if left > 5 else None
+    def _ended(self, job: dict[str, Any]) -> Ended:
+        """A run that the end of the part cut is not a result: the next call starts with it, and has all of the part's time."""
+        seconds = min(self.left(), self.at_most_seconds)
+        if seconds < LEAST_SECONDS:
+            raise TimeIsUp("the time of the part was up")
+        ended = run_job(job, seconds, forks=self.forks)
+        if ended.was_killed and seconds < self.at_most_seconds:
+            raise TimeIsUp(f"the time of the part was up: {ended.reason}")
+        return ended
+
+
+@dataclass
+class PlansOnly(Runner):
+    """In the place of a `Runner` where only plans are made."""
+
+    forks: bool = False
+
+    def __call__(self, *_: Any, **__: Any) -> Measured:
+        return Measured()
+
+    def job(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
 
 
 def find_device(folder: Path) -> tuple[dict[str, Any], bool]:
     """The device's facts, and whether runs may be forks. SystemExit where there is no device."""
     reasons: list[str] = []
     for forks in (True, False):
-        job = {"kind": "probe", "device": "cuda", "result": str(folder / "device.json"), "log": str(folder / f"probe-{forks}.log")}
+        job = {"kind": "probe", "result": str(folder / "device.json"), "log": str(folder / f"probe-{forks}.log")}
         ended = run_job(job, PROBE_SECONDS, forks=forks)
         if ended.reason is None:
             return json.loads(Path(job["result"]).read_text(encoding="utf-8")), forks
         reasons.append(ended.reason)
-    raise SystemExit(f"no CUDA device answers ({reasons[-1]}); `--device cpu --tiny` plays everything small")
+    raise SystemExit(f"no CUDA device answers ({reasons[-1]}); `python -m tests.cuda scripts/gpu-day …` emulates one")
 
 
 def main(arguments: Sequence[str]) -> int:

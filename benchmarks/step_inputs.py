@@ -51,8 +51,7 @@ SIZES = {
     "compute": Size(_llama(512, 8, 8192, 512), 1, 512, ("ours", "bare", "hf", "trl")),
     "accumulated": Size(_llama(512, 8, 8192, 512), 1, 128, ("ours", "ours-kept", "ours-grad-op", "ours-grad-op-kept"), accumulation=4),
     "gpu": Size(_llama(2048, 16, 32000, 4096, 128), 1, 4096, ("ours", "bare"), rows=64, world_size=1, device="cuda", precision="bf16"),
-    "gpu-tiny-cpu": Size(_llama(64, 2, 512, 128), 1, 64, ("ours", "bare"), world_size=1),
-    "gpu-tiny-cuda": Size(_llama(64, 2, 512, 128), 1, 64, ("ours", "bare"), world_size=1, device="cuda", precision="bf16"),
+    "gpu-tiny": Size(_llama(64, 2, 512, 128), 1, 64, ("ours", "bare"), world_size=1, device="cuda", precision="bf16"),
     "gsm8k": Size(_llama(256, 4, 8192, 512), 2, 512, ("ours", "padding", "trl"), packing=True),
 }
 

@@ -105,8 +105,14 @@ def ours(run_dir: str) -> int:
     from fsdp_tune.worker.rank import set_environment
 
     run = run_directory(run_dir)
-    set_environment(read_recipe(run), run)  # before transformers is imported, as the worker does
+    recipe = read_recipe(run)
+    set_environment(recipe, run)  # before transformers is imported, as the worker does
     from fsdp_tune.worker import setup
+
+    if recipe.launch.device == "cuda" and recipe.lora is None:
+        from gpu_runs import draw_on_the_device
+
+        draw_on_the_device()
 
     patch.object(setup, "user_callbacks", lambda _recipe: [gate_callback()]).start()  # raises if it was renamed
     return worker.main([run_dir])

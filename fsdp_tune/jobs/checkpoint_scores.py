@@ -1,7 +1,8 @@
 """Score the model of one checkpoint of a run, in a process of its own: `python -m fsdp_tune.jobs.checkpoint_scores RUN STEP DEVICE`.
 
-Merges the checkpoint as `merge-checkpoint --step STEP` does, into a directory that is removed at the end, and evaluates it as `evaluate`
-does. Prints one JSON line: `{"scores": {name: {"value", "low", "high", "rows"}}, "warnings": […]}`, or `{"problem": {…}}`.
+Merges the checkpoint as `merge-checkpoint --step STEP` does, into a directory that is removed at the end, and evaluates the model that the
+run ships, with `merge.quantise` the quantised one, as `evaluate` does. Prints one JSON line: `{"scores": {name: {"value", "low", "high",
+"rows"}}, "warnings": […]}`, or `{"problem": {…}}`.
 """
 
 from __future__ import annotations
@@ -26,29 +27,18 @@ from fsdp_tune.jobs.options import Allowed, DeviceKind, EvaluateOptions
 from fsdp_tune.jobs.results import merge_checkpoint
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.merge_options import MergeOptions
-from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation, EvaluationSet
+from fsdp_tune.recipe.schema.evaluation import EvaluationSet
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.checkpoint_scores import scratch_of
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.event_parts import CheckpointScore
-from fsdp_tune.run.manifest import digest
 
-SCRATCH = ".evaluation"
-"""Folder of the run with the model that is being evaluated."""
 TASKS = (sys.executable, "-P", "-m", "fsdp_tune.answer.tasks")
 _NICENESS = 10
 """Ranks on the CPU keep their priority."""
 _FIRST_OUT_OF_MEMORY = "1000"
 """If the host has no memory left, the kernel kills this process and its children, and not a rank."""
-
-
-def scratch_of(run: RunDir, evaluation: CheckpointEvaluation) -> Path:
-    """Return the folder of this run's models while they are evaluated."""
-    return (
-        run.path / SCRATCH
-        if evaluation.scratch_dir is None
-        else Path(evaluation.scratch_dir) / f"{run.name}-{digest(str(run.path.resolve()))}{SCRATCH}"
-    )
 
 
 def options_of_set(entry: EvaluationSet, recipe: Recipe, device: DeviceKind = "auto") -> EvaluateOptions:
@@ -78,8 +68,9 @@ def score_checkpoint(run: RunDir, step: int, device: DeviceKind) -> tuple[dict[s
     try:
         exports = recipe.lora is not None and recipe.merge.adapter == "adapter"
         output = folder / f"checkpoint-{step}-model"
-        options = MergeOptions(output=output, step=step, verify="quick", adapter=exports, quantise=False)
-        model = merge_checkpoint(run.path, options).output
+        options = MergeOptions(output=output, step=step, verify="quick", adapter=exports, quantise=recipe.ships_quantised)
+        merged = merge_checkpoint(run.path, options)
+        model = merged.output if merged.quantised is None else merged.quantised.path
         scores, warnings = _score_sets(run, model, recipe, device, record) if recipe.evaluation.sets else ({}, [])
         if recipe.evaluation.tasks:
             scores |= _score_tasks(model, recipe, device)

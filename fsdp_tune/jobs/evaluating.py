@@ -1,13 +1,14 @@
 """`evaluation:` on the side of the command: a thread that has each complete checkpoint scored by a child process, one at a time.
 
-The ranks are not involved: they never wait, and read only which checkpoints a rotation must keep (`run.checkpoint_scores`). The scores are
-in metrics.jsonl alone, so that a checkpoint without a line there is evaluated, by this command or by the next one.
+The ranks are not involved: they never wait, and read only which checkpoints a rotation must keep (`run.checkpoint_scores`). Only with
+`evaluation.when: between_steps` they wait for a process of the first rank (`worker.between_steps`), and what has no scores when they
+have ended is evaluated here. The scores are in metrics.jsonl alone, so that a checkpoint without a line there is evaluated, by this
+command or by the next one.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -16,33 +17,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.devices import only_visible, visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.processes import QUIET_LIBRARIES, StoppedBySignal
-from fsdp_tune.core.units import format_bytes, format_seconds, parse_seconds
+from fsdp_tune.core.processes import StoppedBySignal
+from fsdp_tune.core.units import GIB, format_bytes
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
-from fsdp_tune.jobs.checkpoint_scores import options_of_set, scratch_of
+from fsdp_tune.jobs.checkpoint_scores import options_of_set
 from fsdp_tune.jobs.evaluate import prepare_set
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.accelerate import clean
+from fsdp_tune.launch.scoring import LOG, EvaluationDevice, Outcome, ScoringProcess
 from fsdp_tune.model.model_files import ModelFacts
+from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.checkpoint_scores import CheckpointScores, checkpoints_to_evaluate, kept_for_scores
+from fsdp_tune.run.checkpoint_scores import CheckpointScores, checkpoints_to_evaluate, kept_for_scores, scratch_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, best_so_far, complete_checkpoints
 from fsdp_tune.run.evaluation_record import EvaluationRecord
-from fsdp_tune.run.event_parts import CheckpointScore
-from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rotation import rotate
 
@@ -50,34 +49,17 @@ POLL_SECONDS = 5.0
 """Interval of the search for new checkpoints."""
 WATCH_SECONDS = 0.2
 """Interval of the checks of a process."""
-SCORE = (sys.executable, "-P", "-m", "fsdp_tune.jobs.checkpoint_scores")
 TRACK = (sys.executable, "-P", "-m", "fsdp_tune.worker.observe.tracked_scores")
 TRACKERS_SECONDS = 300.0
 """Limit for trackers, whose servers may not answer."""
-LOG = "evaluation.log"
 _ONLY_SOURCE = "data.train[0]"
-Outcome = CheckpointEvaluated | CheckpointEvaluationFailed
-Scored = tuple[dict[str, CheckpointScore], list[str]]
-"""Scores by name, and warnings about them."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationDevice:
-    """Where checkpoints are scored: `--device` of `evaluate`, and the variables that show it only those GPUs."""
-
-    kind: str
-    variables: dict[str, str] = field(default_factory=dict[str, str])
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.kind != "cpu"
 
 
 def evaluation_device(recipe: Recipe) -> EvaluationDevice:
-    """Return the GPUs of the first machine that no rank uses, else its CPU; at the end, the devices of the ranks."""
+    """Return the GPUs of the first machine that no rank uses, else its CPU; at the end and between steps, the devices of the ranks."""
     if recipe.launch.device == "cpu":
         return EvaluationDevice("cpu")
-    if recipe.evaluation.when == "at_end":
+    if recipe.evaluation.when != "alongside":
         return EvaluationDevice("auto")
     visible = len(visible_devices(os.environ))
     if recipe.launch.device != "cuda" or visible <= recipe.local_world_size:
@@ -89,18 +71,57 @@ def notices_of_evaluation(recipe: Recipe, model: ModelFacts) -> list[Notice]:
     """Return what an evaluation of a checkpoint needs in addition to the ranks: memory of its device, and disk for the model."""
     if not recipe.evaluation.is_on:
         return []
-    wide = recipe.merge.dtype == "fp32" or (recipe.merge.dtype == "auto" and recipe.compute_dtype == "fp32")
-    model_bytes = model.parameters * (4 if wide else 2)
+    model_bytes = _model_bytes(recipe, model)
     device = evaluation_device(recipe)
-    where = "GPUs of the ranks, after them" if recipe.evaluation.when == "at_end" else "GPUs that no rank uses"
-    where = where if device.is_gpu else "host memory, next to the ranks" if recipe.evaluation.when == "alongside" else "host memory"
+    on_gpus = {
+        "at_end": "GPUs of the ranks, after them",
+        "between_steps": "each GPU of the first machine, next to what its rank keeps between steps",
+        "alongside": "GPUs that no rank uses",
+    }
+    on_host = "host memory, after the ranks" if recipe.evaluation.when == "at_end" else "host memory, next to the ranks"
+    where = on_gpus[recipe.evaluation.when] if device.is_gpu else on_host
     folder = scratch_of(RunDir(Path(recipe.output_dir)), recipe.evaluation)
     disk = next(each for each in folder.absolute().parents if each.is_dir())
     free_bytes = shutil.disk_usage(disk).free
     size, free = format_bytes(model_bytes), format_bytes(free_bytes)
     message = f"an evaluation needs {size} and its activations on {where}, and {size} in {disk} ({free} are free)"
     hint = "`evaluation.scratch_dir` names another disk" if free_bytes < 2 * model_bytes else None
-    return [Notice("evaluation-needs", message, Where(key="evaluation"), hint)]
+    return [Notice("evaluation-needs", message, Where(key="evaluation"), hint), *_notices_of_rounding(recipe)]
+
+
+def _notices_of_rounding(recipe: Recipe) -> list[Notice]:
+    """Return a notice if scores are of other weights than those that the run computes with."""
+    section = recipe.quantised_training
+    if section is None or recipe.ships_quantised:
+        return []
+    message = f"the run computes with rounded weights (`quantization.train: {section.train}`), and its scores are of weights that are not"
+    hint = "`--set merge.quantise=true` writes the rounded model, and scores it"
+    return [Notice("evaluation-not-rounded", message, Where(key="merge.quantise"), hint)]
+
+
+def _model_bytes(recipe: Recipe, model: ModelFacts) -> int:
+    """Return the size of a model to be scored, as a merge writes it."""
+    wide = recipe.merge.dtype == "fp32" or (recipe.merge.dtype == "auto" and recipe.compute_dtype == "fp32")
+    return model.parameters * (4 if wide else 2)
+
+
+KEPT_BETWEEN_STEPS = ("parameters", "optimizer state")
+"""Components of a plan that a rank keeps when a step has ended."""
+
+
+def refuse_scores_without_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> None:
+    """Raises: usage error if a GPU has no room for the scored model next to what its rank keeps between steps."""
+    if recipe.evaluation.when != "between_steps" or not recipe.evaluation.is_on or plan is None or not evaluation_device(recipe).is_gpu:
+        return
+    kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS)
+    needed_gib, free_gib = _model_bytes(recipe, model) / GIB, plan.usable_gib - kept_gib
+    if needed_gib > free_gib:
+        message = (
+            f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {free_gib:.1f} of "
+            f"{plan.usable_gib:.1f} GiB are free: its rank keeps {kept_gib:.1f} GiB of parameters and optimizer state between steps"
+        )
+        hint = "`--set evaluation.when=at_end`, or `alongside` with a GPU that no rank uses"
+        raise usage_error("evaluation-without-room", message, where=Where(key="evaluation.when"), hint=hint)
 
 
 def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observer) -> EvaluationRecord:
@@ -118,7 +139,7 @@ def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observ
     if recipe.evaluation.tasks and importlib.util.find_spec("lm_eval") is None:
         message = "`evaluation.tasks` are run by lm_eval, and the package is not installed"
         raise usage_error("lm-eval-not-installed", message, where=Where(key="evaluation.tasks"), hint="`pip install 'fsdp-tune[eval]'`")
-    return EvaluationRecord.of(recipe.evaluation, rows)
+    return EvaluationRecord.of(recipe.evaluation, rows, is_rounded=recipe.ships_quantised)
 
 
 def _check_again(run: RunDir, recipe: Recipe, observer: Observer) -> None:
@@ -143,10 +164,8 @@ class Evaluating:
     def __init__(self, run: RunDir, recipe: Recipe, observer: Observer) -> None:
         self._run, self._recipe, self._observer = run, recipe, observer
         self._device = evaluation_device(recipe)
-        self._record = EvaluationRecord.read(run.evaluation_json)
         self._outcomes: dict[str, Outcome] = {}
         """Of this command, by the identity of the checkpoint: written again if rank 0 removes the line while it cuts the file back."""
-        self._has_warned = False
         self._failure: str | None = None
         """Of the thread, which has ended with it."""
         self._is_stopping, self._is_last, self._wake = threading.Event(), threading.Event(), threading.Event()
@@ -266,62 +285,25 @@ class Evaluating:
                 self._wake.wait(POLL_SECONDS)
 
     def _evaluate(self, checkpoint: Checkpoint) -> None:
-        started = time.time()
-        found = self._score(checkpoint)
-        if found is None:  # stopped
+        if (outcome := self._score(checkpoint)) is None:  # stopped
             return
-        identity, record = checkpoint.manifest.identity, self._record
-        if isinstance(found, Problem):
-            command = record.command if record is not None else None
-            outcome: Outcome = CheckpointEvaluationFailed(checkpoint.step, identity, found.code, found.message, command)
-        else:
-            scores, warnings = found
-            warnings = [*warnings, *self._warn_of_missing(scores)]
-            definition = record.definition if record is not None else None
-            outcome = CheckpointEvaluated(checkpoint.step, identity, time.time() - started, scores, definition, warnings)
-        self._outcomes[identity] = outcome
+        self._outcomes[checkpoint.manifest.identity] = outcome
         with suppress(OSError):  # a full disk: `_waiting` writes it again
             append_event(self._run, outcome)
 
-    def _warn_of_missing(self, scores: Mapping[str, CheckpointScore]) -> list[str]:
-        """Return a warning if the first scores lack the one that chooses the best checkpoint: a task's scores are not known before."""
-        name = training_value(self._recipe.training, "metric_for_best_model")
-        if self._has_warned or not self._recipe.best_by_score or name in scores:
-            return []
-        self._has_warned = True
-        kept = "every evaluated checkpoint is kept, and none is the best"
-        return [f"there is no score `{name}` (`training.metric_for_best_model`), only {', '.join(scores)}: while none has it, {kept}"]
-
-    def _score(self, checkpoint: Checkpoint) -> Scored | Problem | None:
+    def _score(self, checkpoint: Checkpoint) -> Outcome | None:
         """Return the scores, or why there are none; None if the command is stopping. No process is left."""
-        limit_seconds = parse_seconds(self._recipe.evaluation.timeout)
         device = self._device
         if self._is_last.is_set() and self._recipe.launch.device != "cpu":  # the ranks have left their GPUs
             device = EvaluationDevice("auto")
-        variables = {**clean(os.environ)[0], **QUIET_LIBRARIES, **device.variables}
-        command = [*SCORE, str(self._run.path), str(checkpoint.step), device.kind]
-        log = self._run.logs / LOG
+        scoring = ScoringProcess(self._run, self._recipe, checkpoint, device)
         try:
-            with DISK.open_private(log, "ab") as errors:
-                child = children.start(command, variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
-        except OSError as error:
-            return Problem("evaluation-failed", f"its process could not be started: {error}")
-        began = LIVED.now()
-        try:
-            while not children.has_ended(child):
+            while not scoring.has_ended():
                 if self._is_stopping.wait(WATCH_SECONDS):
                     return None
-                if LIVED.now() - began > limit_seconds:
-                    message = f"it took more than {format_seconds(limit_seconds)} (`evaluation.timeout`)"
-                    return Problem("evaluation-timeout", message)
-            children.end(child)  # what it has left holds its standard output open
-            assert child.stdout is not None
-            return _outcome(child.stdout.read(), child.returncode, log)
+            return scoring.outcome()
         finally:
-            children.end(child)
-            if child.stdout is not None:
-                child.stdout.close()
-            shutil.rmtree(scratch_of(self._run, self._recipe.evaluation), ignore_errors=True)  # of a process that was killed
+            scoring.end()
 
 
 @contextmanager
@@ -338,17 +320,3 @@ def evaluating(run: RunDir, recipe: Recipe, observer: Observer, *, had_finished:
     evaluations = Evaluating(run, recipe, observer)
     with evaluations.following():
         yield evaluations
-
-
-def _outcome(text: str, code: int, log: Path) -> Scored | Problem:
-    try:
-        line: dict[str, Any] = json.loads(text.splitlines()[-1])
-    except (ValueError, IndexError):
-        why = children.describe_failure(code, "") if code < 0 else f"its process ended with exit code {code}, see {log}"
-        return Problem("evaluation-failed", why)
-    if "problem" in line:
-        return Problem.from_dict(line["problem"])
-    warnings: list[str] = line.get("warnings", [])
-    if not line["scores"]:
-        return Problem("evaluation-failed", "; ".join(["it has no scores", *warnings]))
-    return {name: CheckpointScore(**score) for name, score in line["scores"].items()}, warnings

@@ -211,7 +211,7 @@ def _merge(source: Path, options: MergeOptions, observer: Observer, *, origin: s
 
 def is_merged(run: RunDir, recipe: Recipe) -> bool:
     """Return whether a run has the models that its recipe's merge at the end writes."""
-    wants = recipe.merge.at_end and recipe.merge.quantise and recipe.quantised_training is not None
+    wants = recipe.merge.at_end and recipe.ships_quantised
     return run.merged.is_dir() and not (wants and not is_quantised_model(run.merged_quantised))
 
 

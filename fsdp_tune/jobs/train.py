@@ -26,7 +26,7 @@ from fsdp_tune.data.tokenise.sample_prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.continued_data import continued_data, steps_of_run
 from fsdp_tune.jobs.doctor import check_space, notices_of_machine
-from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, notices_of_evaluation
+from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, notices_of_evaluation, refuse_scores_without_room
 from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.mirroring import Mirroring, given_back
 from fsdp_tune.jobs.observer import Observer, TrainingInputs, TrainResult, session
@@ -373,6 +373,7 @@ class _Job:
             raise FsdpTuneError(*(as_problem(finding, self.loaded.positions) for finding in wrong), exit_code=ExitCode.USAGE)
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
+            refuse_scores_without_room(recipe, model.model, predicted)
             facts = {"parameters": model.model.parameters, "trained_parameters": model.model.trained_parameters}
             observer.notices(check_space(recipe, **facts, is_new=start.is_new, steps=steps))
         planned = decided.recipe.model_copy(update={"model": recipe.model, "data": recipe.data, "lora": recipe.lora})

@@ -7,17 +7,22 @@ metrics.jsonl alone has them, as events that name the checkpoint by the identity
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import Checkpoint, RunDir, complete_checkpoints
 from fsdp_tune.run.evaluation_record import EvaluationRecord
+from fsdp_tune.run.event_parts import CheckpointScore
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed, read_event
+from fsdp_tune.run.manifest import digest
 from fsdp_tune.run.metrics_file import metrics_with
 
+SCRATCH = ".evaluation"
+"""Folder of the run with the model that is being evaluated."""
 _MARKER = b'"checkpoint_evaluat'
 """In the lines of both events."""
 
@@ -101,3 +106,21 @@ def kept_for_scores(run: RunDir, recipe: Recipe) -> set[int]:
         return {each.step for each in due}
     waiting = {each.step for each in due if each.manifest.identity not in identities}
     return waiting | ({best.checkpoint.step} if best is not None else set())
+
+
+def scratch_of(run: RunDir, evaluation: CheckpointEvaluation) -> Path:
+    """Return the folder of this run's models while they are evaluated."""
+    return (
+        run.path / SCRATCH
+        if evaluation.scratch_dir is None
+        else Path(evaluation.scratch_dir) / f"{run.name}-{digest(str(run.path.resolve()))}{SCRATCH}"
+    )
+
+
+def warnings_of_scores(run: RunDir, recipe: Recipe, scores: Mapping[str, CheckpointScore]) -> list[str]:
+    """Return a warning if the first scores lack the one that chooses the best checkpoint: a task's scores are not known before."""
+    name = training_value(recipe.training, "metric_for_best_model")
+    if not recipe.best_by_score or name in scores or CheckpointScores.read(run).evaluated:
+        return []
+    kept = "every evaluated checkpoint is kept, and none is the best"
+    return [f"there is no score `{name}` (`training.metric_for_best_model`), only {', '.join(scores)}: while none has it, {kept}"]

@@ -22,10 +22,12 @@ class EvaluationRecord(Document):
     """The section of the recipe."""
     rows: dict[str, str]
     """Label of each set → digest of its rows as tokens and targets."""
+    is_rounded: bool = False
+    """Whether the quantised model is scored (`Recipe.ships_quantised`)."""
 
     @classmethod
-    def of(cls, evaluation: CheckpointEvaluation, rows: Mapping[str, str]) -> EvaluationRecord:
-        return cls(uuid.uuid4().hex, evaluation.model_dump(mode="json", by_alias=True), dict(rows))
+    def of(cls, evaluation: CheckpointEvaluation, rows: Mapping[str, str], *, is_rounded: bool = False) -> EvaluationRecord:
+        return cls(uuid.uuid4().hex, evaluation.model_dump(mode="json", by_alias=True), dict(rows), is_rounded)
 
     @property
     def section(self) -> CheckpointEvaluation:
@@ -36,4 +38,5 @@ class EvaluationRecord(Document):
         """A digest of all that decides the scores of a model. Scores of another definition cannot be compared with these."""
         section = self.section
         sets = {each.set_label: [each.metric, each.answer, each.max_new_tokens, self.rows.get(each.set_label)] for each in section.sets}
-        return digest_of_values({"sets": sets, "tasks": sorted(section.tasks), "task_rows": section.task_rows})
+        rounded = {"is_rounded": True} if self.is_rounded else {}
+        return digest_of_values({"sets": sets, "tasks": sorted(section.tasks), "task_rows": section.task_rows} | rounded)

@@ -41,6 +41,7 @@ from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.rotation import remove_leftovers
 from fsdp_tune.worker.agreement import all_or_none, from_rank0
+from fsdp_tune.worker.between_steps import ScoresBetweenSteps
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.exchange import ScatteredFiles, leads_machine, scattered_checkpoint, weights_to_first_machine
@@ -104,6 +105,8 @@ def build_trainer(
     witness = Witness(recipe.training.witness, say)
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first, saves=request.saves)
     observers = _observers(parts, witness, callback, device, rank, start, say)
+    if recipe.evaluation.is_on and recipe.evaluation.when == "between_steps":
+        observers.insert(observers.index(callback), ScoresBetweenSteps(stop, say))  # before the callback that times the steps
     trainer = FsdpTrainer(parts, arguments, _early_stopping(recipe), observers)
     _set_up_trackers(trainer, run, recipe, say)
     trainer.create_optimizer()

@@ -37,9 +37,9 @@ EVALUATION = {
 }
 
 
-def write(folder: Path, name: str, sets: int = 2, **training: Any) -> str:
+def write(folder: Path, name: str, sets: int = 2, when: str = "alongside", **training: Any) -> str:
     """Write a recipe that evaluates the first of the sets if its best model is by their scores."""
-    evaluation = {"evaluation": {"sets": EVALUATION["sets"][:sets]}} if training else {}
+    evaluation = {"evaluation": {"sets": EVALUATION["sets"][:sets], "when": when}} if training else {}
     document = RECIPE | {"training": RECIPE["training"] | training, "output_dir": name} | evaluation
     (folder / f"{name}.yaml").write_text(json.dumps(document))
     return f"{name}.yaml"
@@ -53,9 +53,10 @@ def steps(run: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in read_metrics(RunDir(run)) if "loss" in line]
 
 
-def test_run_is_bitwise_the_same_and_its_scores_are_those_of_evaluate(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("when", ["alongside", "between_steps"])
+def test_run_is_bitwise_the_same_and_its_scores_are_those_of_evaluate(tmp_path: Path, cli: Cli, when: str) -> None:
     for name in ("alone", "evaluated"):
-        done = cli("train", "--config", write(tmp_path, name, **(BEST if name == "evaluated" else {})))
+        done = cli("train", "--config", write(tmp_path, name, when=when, **(BEST if name == "evaluated" else {})))
         assert done.returncode == 0, done.stderr
     alone, evaluated = tmp_path / "alone", tmp_path / "evaluated"
     assert steps(alone) == steps(evaluated)
@@ -70,9 +71,10 @@ def test_run_is_bitwise_the_same_and_its_scores_are_those_of_evaluate(tmp_path: 
     assert result["metric"]["value"] == found[1]["scores"]["rows/perplexity"]["value"]
 
 
+@pytest.mark.parametrize("when", ["alongside", "between_steps"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_evaluation_that_was_killed_is_done_once_after_a_resume(tmp_path: Path, cli: Cli, number: signal.Signals) -> None:
-    recipe, run = write(tmp_path, "run", sets=1, **BEST), tmp_path / "run"
+def test_evaluation_that_was_killed_is_done_once_after_a_resume(tmp_path: Path, cli: Cli, number: signal.Signals, when: str) -> None:
+    recipe, run = write(tmp_path, "run", sets=1, when=when, **BEST), tmp_path / "run"
     command = subprocess.Popen([sys.executable, "-m", "fsdp_tune", "train", "--config", recipe], cwd=tmp_path, stderr=subprocess.PIPE)
     while not (run / ".evaluation").exists():
         assert command.poll() is None, command.stderr and command.stderr.read()

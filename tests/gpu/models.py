@@ -1,4 +1,4 @@
-"""The models of the tests on a GPU, which `benchmarks/gpu.py` runs too."""
+"""The models of the tests on a GPU."""
 
 from __future__ import annotations
 

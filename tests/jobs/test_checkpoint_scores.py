@@ -33,7 +33,8 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def merge(_: Path, options: Any) -> SimpleNamespace:
         found.append(options)
-        return SimpleNamespace(output=options.output)
+        rounded = SimpleNamespace(path=options.output.with_name("rounded")) if options.quantise else None
+        return SimpleNamespace(output=options.output, quantised=rounded)
 
     monkeypatch.setattr(jobs, "merge_checkpoint", merge)
     monkeypatch.setattr(jobs, "read_resolved", lambda _: recipe())
@@ -59,6 +60,21 @@ def test_evaluation_of_the_command_is_scored_without_the_quantised_model(
     }
     assert warnings == ["`arc_easy/perplexity` is inf, so it is left out"]
     assert [options.quantise for options in merges] == [False]
+
+
+def test_quantised_model_is_scored_if_the_run_ships_it(tmp_path: Path, merges: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scores are those of rounded weights, and cannot be compared with those of others."""
+    scored: list[Path] = []
+    monkeypatch.setattr(jobs, "_score_tasks", lambda model, *_: scored.append(model) or {})
+    own = Recipe.model_validate(
+        recipe(tasks=["arc_easy"]).model_dump(by_alias=True) | {"quantization": {"train": "int4"}, "merge": {"quantise": True}}
+    )
+    monkeypatch.setattr(jobs, "read_resolved", lambda _: own)
+    score_checkpoint(RunDir(tmp_path), 10, "cpu")
+    assert [path.name for path in scored] == ["rounded"]
+    assert [options.quantise for options in merges] == [True]
+    records = [EvaluationRecord.of(own.evaluation, {}, is_rounded=is_rounded) for is_rounded in (False, True)]
+    assert records[0].definition != records[1].definition
 
 
 def test_rows_that_changed_after_the_start_are_not_scored(tmp_path: Path, merges: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,8 +20,10 @@ from fsdp_tune.core.devices import Device
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.jobs import evaluating as jobs
-from fsdp_tune.jobs.evaluating import Evaluating, EvaluationDevice, check_evaluation, evaluating, evaluation_device
+from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, evaluation_device, refuse_scores_without_room
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.launch import scoring
+from fsdp_tune.launch.scoring import EvaluationDevice
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
@@ -43,7 +47,7 @@ def run(tmp_path: Path) -> RunDir:
 def scored_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Replaces the process that scores a checkpoint by a program that is given the run and the step."""
     monkeypatch.setattr(jobs, "POLL_SECONDS", 0.05)
-    return lambda program: monkeypatch.setattr(jobs, "SCORE", (sys.executable, "-I", "-S", "-c", program))
+    return lambda program: monkeypatch.setattr(scoring, "SCORE", (sys.executable, "-I", "-S", "-c", program))
 
 
 def recipe(run: RunDir, timeout: str = "1h", **training: Any) -> Recipe:
@@ -93,7 +97,7 @@ def test_error_in_the_thread_is_said_at_the_end_and_the_next_command_evaluates(
     save(run, 10)
     observer = Notices()
     with monkeypatch.context() as patched:
-        patched.setattr(jobs, "_outcome", lambda *_: 1 / 0)
+        patched.setattr(scoring, "_read", lambda *_: 1 / 0)
         evaluations = Evaluating(run, recipe(run), observer)
         with evaluations.following():
             evaluations.finish()
@@ -182,6 +186,7 @@ def test_mistake_in_a_set_is_found_before_training(tmp_path: Path, monkeypatch: 
         ("alongside", 8, 6, None, EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6,7"})),
         ("alongside", 3, 2, "4,5,6", EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6"})),
         ("at_end", 8, 8, None, EvaluationDevice("auto")),
+        ("between_steps", 8, 8, None, EvaluationDevice("auto")),
     ],
 )
 def test_evaluation_uses_gpus_that_no_rank_uses(
@@ -330,3 +335,22 @@ def test_finished_run_is_scored_by_the_evaluation_of_the_new_command(run: RunDir
     record = EvaluationRecord.read(run.evaluation_json)
     assert record is not None
     assert record.section == recipe(run).evaluation
+
+
+@pytest.mark.parametrize(
+    ("when", "billions", "is_refused"), [("between_steps", 8, True), ("between_steps", 1, False), ("at_end", 8, False)]
+)
+def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(when: str, billions: int, is_refused: bool) -> None:
+    document = {
+        "evaluation": {"sets": [{"path": "a"}], "when": when},
+        "launch": {"device": "cuda", "num_processes": 1},
+        "precision": {"mixed_precision": "bf16"},
+    }
+    model: Any = SimpleNamespace(parameters=billions * 10**9)
+    plan: Any = SimpleNamespace(components={"parameters": 30.0, "optimizer state": 40.0, "activations": 9.0}, usable_gib=79.0)
+    with (
+        pytest.raises(FsdpTuneError, match=r"needs 14\.9 GiB and activations on each GPU, and 9\.0 of 79\.0 GiB are free")
+        if is_refused
+        else nullcontext()
+    ):
+        refuse_scores_without_room(Recipe.model_validate(document), model, plan)

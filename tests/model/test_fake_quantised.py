@@ -234,7 +234,7 @@ def test_weight_is_cast_before_it_is_rounded_under_autocast() -> None:
 
 
 def test_torchao_still_loses_gradients_of_emulated_fp8() -> None:
-    """Why `fp8-int4` is refused; when this fails, it can be supported (`_LACKING` in recipe/rules/limits.py)."""
+    """Why `fp8-int4` is refused; when this fails, it can be supported (`_NOT_EMULATED` in recipe/schema/sections.py)."""
     from torchao.quantization.granularity import PerRow
     from torchao.quantization.qat import Float8FakeQuantizeConfig
     from torchao.quantization.qat.fake_quantizer import Float8FakeQuantizer
@@ -243,11 +243,3 @@ def test_torchao_still_loses_gradients_of_emulated_fp8() -> None:
     (Float8FakeQuantizer(Float8FakeQuantizeConfig(granularity=PerRow()))(values) * 1e-4).sum().backward()
     assert values.grad is not None
     assert (values.grad == 0).float().mean() > 0.9
-
-
-@pytest.mark.parametrize("train", ["fp8-int4", "nvfp4"])
-def test_what_torchao_lacks_is_named(train: str) -> None:
-    from fsdp_tune.recipe.rules.limits import quantised_training_limits
-
-    (finding,) = quantised_training_limits(quantised(train=train))
-    assert f"`quantization.train: {train}` is not supported: torchao 0.18" in finding.message

@@ -59,8 +59,6 @@ CONTRADICTIONS = [
     ("lora: {}\nquantization: {}\nmerge: {dtype: keep}", 5, "in 4 bits"),
     ("lora: {}\nquantization: {load: nf4, double_quant: true}", 4, "several ranks"),
     ("quantization: {load: null}", 3, "quantises nothing"),
-    ("quantization: {train: fp8-int4}", 3, "rounds the gradients of its fp8 emulation"),
-    ("quantization: {train: nvfp4}", 3, "does not emulate NVFP4"),
     ("lora: {}\nquantization: {load: nf4, train: int4}", 4, "holds frozen ones in 4 bits"),
     ("quantization: {train: int4, group_size: 1}", 3, "a scale for each weight"),
     ("lora: {}\nquantization: {train: int8-int4}", 4, "line 3"),

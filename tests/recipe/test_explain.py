@@ -55,6 +55,8 @@ def told(tmp_path: Path, text: str, *overrides: str) -> list[tuple[str, str, str
         (MINIMAL + "dataset_name: x\n", "3:1", "unknown key", "`data.train`"),
         (MINIMAL + "launch: {num_gpus: 4}\n", "3:10", "unknown key", "`launch.num_processes`"),
         (MINIMAL + "launch: {nnodes: 4}\n", "3:10", "unknown key", "`launch.num_machines`"),
+        (MINIMAL + "quantization: {train: fp8-int4}\n", "3:23", "rounds the gradients of its fp8 emulation", "`int8-int4`"),
+        (MINIMAL + "quantization: {train: nvfp4}\n", "3:23", "does not emulate NVFP4", "`int4`"),
         (MINIMAL + "training: {optim: adamw}\n", "3:19", "one of", "`adamw_torch_fused`"),
         (MINIMAL + "training: {max_grad_norm: null}\n", "3:27", "takes a number", "write `0`"),
         (MINIMAL + "launch: {main_process_port: '29500'}\n", "3:29", "a port", "without quotes"),

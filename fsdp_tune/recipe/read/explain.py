@@ -98,7 +98,8 @@ def wrong_value(tree: MappingNode, path: KeyPath, reason: str | None = None) -> 
         message = f"`{dotted(path)}` has no value; it takes {takes}"
         return Problem("no-value", message, where, "write the value, or remove the line to use the default")
     if reason is not None and isinstance(node, ScalarNode) and isinstance(node.value, str):
-        return Problem("wrong-value", f"`{dotted(path)}`: {printable(reason)}", where, hint)
+        known = f"it takes {takes}" if field is not None and choices(field.annotation) else None
+        return Problem("wrong-value", f"`{dotted(path)}`: {printable(reason)}", where, hint or known)
     return Problem("wrong-value", f"`{dotted(path)}` is {given(node)}; it takes {takes}", where, hint)
 
 

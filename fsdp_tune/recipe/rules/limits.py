@@ -316,6 +316,9 @@ def _of_parameters(recipe: Recipe, lora: Lora) -> Iterator[Finding]:
         yield Finding("contradiction", ("kernels.liger", key), message, "write `kernels: {liger: auto}`")
 
 
+_TRAIN = "quantization.train"
+
+
 def quantization_limits(recipe: Recipe) -> Iterator[Finding]:
     if recipe.quantization is not None and recipe.quantization.load is None and recipe.quantization.train is None:
         message = "`quantization: {load: null}` without `train` quantises nothing"
@@ -324,19 +327,13 @@ def quantization_limits(recipe: Recipe) -> Iterator[Finding]:
         return
     if recipe.lora is None:
         message = "`quantization:` holds frozen weights in 4 bits, which cannot be trained: `lora:` is missing"
-        yield Finding("contradiction", ("quantization.load", "quantization"), message, "add `lora: {}`, or leave `quantization` out")
+        keys = ("quantization.load", "quantization", _TRAIN)  # with `train`, `load` has another default
+        yield Finding("contradiction", keys, message, "add `lora: {}`, or leave `quantization` out")
     if recipe.merge.dtype == "keep" and recipe.merge.base == "trained" and recipe.merge.adapter != "adapter":
         message = "`merge.dtype: keep` cannot keep the trained weights of `quantization.load`, which are in 4 bits"
         yield Finding(
-            "contradiction", ("merge.dtype", "quantization"), message, "leave `merge.dtype` out, or write `merge: {base: original}`"
+            "contradiction", ("merge.dtype", "quantization", _TRAIN), message, "leave `merge.dtype` out, or write `merge: {base: original}`"
         )
-
-
-_TRAIN = "quantization.train"
-_LACKING = {
-    "fp8-int4": "torchao 0.18 rounds the gradients of its fp8 emulation to e4m3, where almost all are zero",
-    "nvfp4": "torchao 0.18 does not emulate NVFP4: its layers multiply on Blackwell alone, and give biases no gradient",
-}
 
 
 def quantised_training_limits(recipe: Recipe) -> Iterator[Finding]:
@@ -345,13 +342,14 @@ def quantised_training_limits(recipe: Recipe) -> Iterator[Finding]:
     if section is None:
         return
     what = f"`{_TRAIN}: {section.train}`"
-    if section.train in _LACKING:
-        yield Finding("contradiction", (_TRAIN,), f"{what} is not supported: {_LACKING[section.train]}", "write int4 or int8-int4")
     if section.load is not None:
         message = f"{what} trains the weights, and `quantization.load: {section.load}` holds frozen ones in 4 bits"
         yield Finding("contradiction", (_TRAIN, "quantization.load"), message, "leave one of them out")
     elif recipe.lora is not None:
-        message = f"{what} with `lora:` is not supported: PEFT adds the adapter to quantised weights, and a merge quantises their sum"
+        message = (
+            f"{what} with `lora:` is not supported: PEFT adds the adapter to the product of rounded weights, torchao has no layer that "
+        )
+        message += "rounds their sum, and the merged and converted model would compute with the rounded sum"
         hint = "leave `lora:` out, or train an adapter on a quantised base: `quantization: {load: nf4}`"
         yield Finding("contradiction", (_TRAIN, "lora"), message, hint)
     if section.group_size == 1:

@@ -1,4 +1,4 @@
-"""The section `evaluation:`: rows on which a process of its own scores the model of each saved checkpoint while the run continues."""
+"""The section `evaluation:`: rows on which a process of its own scores the model of each saved checkpoint."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class CheckpointEvaluation(Section):
     """Rows of each task, from its beginning; null = all."""
     every: Annotated[Whole | None, Effect(RESULT, FREE)] = None
     """Evaluate only checkpoints whose step is a multiple of this; null = every checkpoint."""
-    when: Literal["alongside", "at_end"] = "alongside"
-    """alongside: while the ranks train, on GPUs of machine 0 that no rank uses, else on its CPU; at_end: after the ranks, on its GPUs."""
+    when: Literal["alongside", "between_steps", "at_end"] = "alongside"
+    """alongside: while ranks train, on GPUs of machine 0 without ranks, else its CPU; between_steps: ranks wait, on their GPUs; at_end."""
     batch_size: Whole = 8
     """Rows of one forward pass."""
     timeout: Duration = "2h"

@@ -354,6 +354,11 @@ class Recipe(Section):
         return self.quantization if self.quantization is not None and self.quantization.train is not None else None
 
     @property
+    def ships_quantised(self) -> bool:
+        """Return whether the merge also writes the quantised model that the run emulates."""
+        return self.quantised_training is not None and self.merge.quantise
+
+    @property
     def compute_dtype(self) -> ComputeDtype:
         """dtype of matrix multiplications; with `mixed_precision: no` that of the stored parameters.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.recipe.schema.kinds import (
@@ -329,6 +329,19 @@ class Data(Section):
 Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Description("a number, 0 or more and below 1")]
 
 
+_NOT_EMULATED = {
+    "fp8-int4": "torchao 0.18 rounds the gradients of its fp8 emulation to e4m3, where almost all are zero",
+    "nvfp4": "torchao 0.18 does not emulate NVFP4: its layers multiply on Blackwell alone, and give biases no gradient",
+}
+"""Trainings of torchao that would not train what the converted model computes, with the reason."""
+
+
+def _emulated(value: object) -> object:
+    if isinstance(value, str) and value in _NOT_EMULATED:
+        raise ValueError(f"`{value}` is not supported: {_NOT_EMULATED[value]}")
+    return value
+
+
 class Quantization(Section):
     default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
 
@@ -336,7 +349,7 @@ class Quantization(Section):
     """nf4 = hold frozen weights in 4-bit NormalFloat in blocks of 64, as QLoRA and bitsandbytes do | null, the default with `train`."""
     scales: Literal["fp32", "bf16"] = "fp32"
     """dtype of the scale of a block: fp32 = bitsandbytes' values, 4.5 bits a weight | bf16 = 4.25 bits a weight."""
-    train: Literal["int4", "int8-int4", "fp8-int4", "nvfp4"] | None = None
+    train: Annotated[Literal["int4", "int8-int4"] | None, BeforeValidator(_emulated)] = None
     """Quantisation-aware training: linear layers compute with int4 weights, emulated, int8-int4 = and with int8 inputs. Needs torchao."""
     group_size: Whole = 32
     """Weights of a row that share a scale under `train`; divides the inputs of each quantised layer."""

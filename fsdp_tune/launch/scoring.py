@@ -1,0 +1,116 @@
+"""The process that scores one checkpoint (`jobs/checkpoint_scores.py`): it is started, watched and ended, and its outcome is an event.
+
+The command starts it next to the ranks or after them, and with `evaluation.when: between_steps` the first rank starts it while all wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core import processes as children
+from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.clocks import LIVED
+from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.processes import QUIET_LIBRARIES
+from fsdp_tune.core.units import format_seconds, parse_seconds
+from fsdp_tune.launch.command.accelerate import clean
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.checkpoint_scores import scratch_of, warnings_of_scores
+from fsdp_tune.run.directory import Checkpoint, RunDir
+from fsdp_tune.run.evaluation_record import EvaluationRecord
+from fsdp_tune.run.event_parts import CheckpointScore
+from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
+
+SCORE = (sys.executable, "-P", "-m", "fsdp_tune.jobs.checkpoint_scores")
+LOG = "evaluation.log"
+Outcome = CheckpointEvaluated | CheckpointEvaluationFailed
+Scored = tuple[dict[str, CheckpointScore], list[str]]
+"""Scores by name, and warnings about them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDevice:
+    """Where checkpoints are scored: `--device` of `evaluate`, and the variables that show it only those GPUs."""
+
+    kind: str
+    variables: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind != "cpu"
+
+
+class ScoringProcess:
+    """Scores a checkpoint from its creation on. `end` must be called."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, checkpoint: Checkpoint, device: EvaluationDevice) -> None:
+        self._run, self._recipe, self._checkpoint = run, recipe, checkpoint
+        self._began, self._began_at = LIVED.now(), time.time()
+        self._log = run.logs / LOG
+        self._found: Scored | Problem | None = None
+        self._child: subprocess.Popen[str] | None = None
+        command = [*SCORE, str(run.path), str(checkpoint.step), device.kind]
+        variables = {**clean(os.environ)[0], **QUIET_LIBRARIES, **device.variables}
+        try:
+            with DISK.open_private(self._log, "ab") as errors:
+                self._child = children.start(command, variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
+        except OSError as error:
+            self._found = Problem("evaluation-failed", f"its process could not be started: {error}")
+
+    def has_ended(self) -> bool:
+        """Return whether there are scores, or a reason why there are none: `evaluation.timeout` is one."""
+        if self._found is not None or self._child is None:
+            return True
+        limit_seconds = parse_seconds(self._recipe.evaluation.timeout)
+        if children.has_ended(self._child):
+            children.end(self._child)  # what it has left holds its standard output open
+            assert self._child.stdout is not None
+            self._found = _read(self._child.stdout.read(), self._child.returncode, self._log)
+        elif LIVED.now() - self._began > limit_seconds:
+            message = f"it took more than {format_seconds(limit_seconds)} (`evaluation.timeout`)"
+            self._found = Problem("evaluation-timeout", message)
+        return self._found is not None
+
+    def outcome(self) -> Outcome:
+        """Return the event, once it `has_ended`."""
+        assert self._found is not None
+        step, identity, record = self._checkpoint.step, self._checkpoint.manifest.identity, EvaluationRecord.read(self._run.evaluation_json)
+        if isinstance(self._found, Problem):
+            command = record.command if record is not None else None
+            return CheckpointEvaluationFailed(step, identity, self._found.code, self._found.message, command)
+        scores, warnings = self._found
+        definition = record.definition if record is not None else None
+        warnings = [*warnings, *warnings_of_scores(self._run, self._recipe, scores)]
+        return CheckpointEvaluated(step, identity, time.time() - self._began_at, scores, definition, warnings)
+
+    def end(self) -> None:
+        """Leave no process and no file of it, finished or not."""
+        if self._child is not None:
+            children.end(self._child)
+            if self._child.stdout is not None:
+                self._child.stdout.close()
+        with suppress(OSError):
+            shutil.rmtree(scratch_of(self._run, self._recipe.evaluation), ignore_errors=True)
+
+
+def _read(text: str, code: int, log: Path) -> Scored | Problem:
+    try:
+        line: dict[str, Any] = json.loads(text.splitlines()[-1])
+    except (ValueError, IndexError):
+        why = children.describe_failure(code, "") if code < 0 else f"its process ended with exit code {code}, see {log}"
+        return Problem("evaluation-failed", why)
+    if "problem" in line:
+        return Problem.from_dict(line["problem"])
+    warnings: list[str] = line.get("warnings", [])
+    if not line["scores"]:
+        return Problem("evaluation-failed", "; ".join(["it has no scores", *warnings]))
+    return {name: CheckpointScore(**score) for name, score in line["scores"].items()}, warnings
