@@ -1,0 +1,131 @@
+"""Divided experts compute what undivided ones do, for every kernel that is allowed, and a recomputed layer routes once."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.shard.expert_parallel import KERNELS, RoutedOnce, divide_experts, divided_experts, require_divisible_experts
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+from tests.ranks import Ranks
+
+TOKENS, CHOSEN = 12, 2
+NO_EXPERT = 4
+"""An index that stands for no expert, which transformers' eager loop leaves out."""
+
+
+def compared(family: str, kernel: str, ranks: int) -> None:
+    """On a rank: compare output, gradients and exchanges of divided experts with those of the undivided ones on the tokens of all ranks."""
+    from fsdp_tune.model.internals.transformers_internals import EXPERTS
+    from fsdp_tune.model.loading.construct import build_full
+
+    recipe = recipe_of(family, ranks, fsdp={"ep_size": ranks})
+    torch.manual_seed(3)
+    model: Any = build_full(recipe)
+    EXPERTS.set(model.config, kernel)
+    name = divided_experts(recipe, model)[0]
+    whole: Any = build_full(recipe).get_submodule(name)
+    whole.load_state_dict(model.get_submodule(name).state_dict())
+    EXPERTS.set(whole.config, kernel)
+    width = model.config.hidden_size
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ranks, TOKENS, width, generator=generator)
+    chosen = torch.rand(ranks, TOKENS, NO_EXPERT, generator=generator).argsort(-1)[..., :CHOSEN]
+    chosen[..., 0] = 0  # the first rank computes all tokens once, and in the second half of the tests all of them
+    if kernel == "eager":
+        chosen[:] = 0
+        chosen[0, 0] = NO_EXPERT
+    weights, target = torch.rand(ranks, TOKENS, CHOSEN, generator=generator), torch.randn(ranks, TOKENS, width, generator=generator)
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("expert_shard", "ep"))
+    divide_experts(model, [name], mesh, torch.device("cpu"))
+    me, exchange, calls = dist.get_rank(), dist.all_to_all_single, []
+    inputs = [hidden[me].clone().requires_grad_(), weights[me].clone().requires_grad_()]
+    with patch.object(dist, "all_to_all_single", lambda *given, **options: (calls.append(1), exchange(*given, **options))[1]):
+        found = model.get_submodule(name)(inputs[0], chosen[me], inputs[1])
+        (found * target[me]).sum().backward()
+    assert len(calls) == 5, "counts, rows and results; gradients of both"
+    outside = [hidden.flatten(0, 1).requires_grad_(), weights.flatten(0, 1).requires_grad_()]
+    expected = whole(outside[0], chosen.flatten(0, 1), outside[1])
+    (expected * target.flatten(0, 1)).sum().backward()
+    own = slice(me * TOKENS, (me + 1) * TOKENS)
+    torch.testing.assert_close(found, expected[own])
+    for mine, theirs in zip(inputs, outside, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad[own])
+    for key, parameter in model.get_submodule(name).named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.shape == getattr(whole, key).shape
+        assert parameter.grad is not None, "also on a rank that no token reaches"
+        torch.testing.assert_close(parameter.grad.to_local() * ranks, getattr(whole, key).grad.chunk(ranks)[me])
+
+
+def compare_all(ranks: int) -> None:
+    for family in ("mixtral", "gpt_oss"):
+        for kernel in sorted(KERNELS):
+            compared(family, kernel, ranks)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_divided_experts_compute_what_undivided_ones_do(ranks: int, on_ranks: Ranks) -> None:
+    on_ranks.run(ranks, compare_all, ranks)
+
+
+class _Layer(nn.Module):
+    """A router whose scores differ from call to call in the last place, between two experts of equal score."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.calls, self.chosen, self._call = 0, [], call
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores = torch.ones(3, 4) * hidden.sum()
+        scores = scores + torch.eye(4)[self.calls % 4] * 1e-6
+        values, indices = self._call(scores)
+        self.chosen.append(indices)
+        values /= values.sum()  # in place, as in several routers
+        return (values * indices * hidden).sum()
+
+
+@pytest.mark.parametrize(
+    "call", [lambda scores: torch.topk(scores, k=2, dim=-1), lambda scores: scores.topk(2)], ids=["function", "method"]
+)
+def test_recomputed_layer_chooses_what_its_forward_chose(call: Any) -> None:
+    for routes_once in (True, False):
+        layer, hidden = _Layer(call), torch.tensor(2.0, requires_grad=True)
+        options: dict[str, Any] = {"context_fn": RoutedOnce("layer").contexts} if routes_once else {}
+        checkpoint(layer, hidden, use_reentrant=False, **options).backward()
+        first, again = layer.chosen
+        assert torch.equal(first, again) is routes_once
+
+
+def test_recomputed_layer_without_topk_is_refused() -> None:
+    with pytest.raises(FsdpTuneError, match=r"`layer` chooses experts without `torch\.topk`"):
+        checkpoint(torch.sin, torch.zeros(2, requires_grad=True), use_reentrant=False, context_fn=RoutedOnce("layer").contexts)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "reason"),
+    [
+        ("llama", 2, "has no stacked experts"),
+        ("mixtral", 3, "has 4 experts, which do not divide by 3"),
+        ({"from_config": FAMILIES["mixtral"] | {"hidden_size": 36, "intermediate_size": 50}}, 2, "cannot shard each expert evenly"),
+    ],
+)
+def test_model_whose_experts_cannot_be_divided_is_refused(model: Any, size: int, reason: str) -> None:
+    from fsdp_tune.model.loading.construct import build_empty
+
+    recipe = recipe_of(model, 3 * size if size == 3 else 14, fsdp={"ep_size": size})
+    with pytest.raises(FsdpTuneError, match=reason) as caught:
+        require_divisible_experts(recipe, build_empty(recipe))
+    assert caught.value.exit_code == 2
