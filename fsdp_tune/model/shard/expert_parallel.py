@@ -108,7 +108,8 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
         rows = _exchange(hidden_states[route.order // chosen], route.sent, route.received, group)
         ids, arrived = route.ids, len(rows)
         if arrived == 0:  # a row of zeros, so that the parameters have a gradient, which is zero, on every rank
-            rows, ids = rows.new_zeros(1, rows.shape[1]), ids.new_zeros(1)
+            # Appended, so that this rank takes part in the exchange of gradients, for which the others wait.
+            rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
         result = inner(view, rows, ids.unsqueeze(1), rows.new_ones(len(rows), 1))[:arrived]
         returned = _exchange(result, route.received, route.sent, group)
         # As in transformers' kernels: weighted, then added in the order of the router's choice.

@@ -104,8 +104,9 @@ def _own_experts(model: nn.Module) -> dict[str, list[int]]:
     """Return the part of each divided stack of experts that this rank holds, in its first dimension."""
     if expert_group_sizes(model) == {1}:
         return {}
-    stacks = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor) and p.device_mesh.mesh_dim_names[-1:] == ("ep",)}
-    return {name: [offset_of(p)[0], offset_of(p)[0] + p.to_local().shape[0]] for name, p in stacks.items()}
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    divided = {name: p for name, p in sharded.items() if (p.device_mesh.mesh_dim_names or ())[-1:] == ("ep",)}
+    return {name: [offset_of(p)[0], offset_of(p)[0] + p.to_local().shape[0]] for name, p in divided.items()}
 
 
 def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> list[GroupState]:
