@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.shard.expert_parallel import KERNELS, RoutedOnce, divide_experts, divided_experts, require_divisible_experts
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.shard.expert_parallel import KERNELS, RoutedOnce, divide_experts, divided_experts
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
+from tests.parity.architectures import ARCHITECTURES
 from tests.ranks import Ranks
 
 TOKENS, CHOSEN = 12, 2
@@ -80,6 +82,39 @@ def test_divided_experts_compute_what_undivided_ones_do(ranks: int, on_ranks: Ra
     on_ranks.run(ranks, compare_all, ranks)
 
 
+def gathers_of_experts() -> tuple[int, list[str]]:
+    """On a rank: how often a step with recomputed layers gathers the experts of a layer, and the units that it leaves gathered."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    from fsdp_tune.model.internals.transformers_internals import has_experts_kernel
+    from fsdp_tune.model.loading.assemble import wrap_whole
+    from fsdp_tune.model.loading.construct import build_full
+    from fsdp_tune.model.shard.gathered import gathered_units, units_of
+    from fsdp_tune.model.shard.process_groups import make_mesh
+    from fsdp_tune.model.step import forward_backward
+
+    recipe = recipe_of({"from_config": ARCHITECTURES["deepseek-divided"]}, 4, fsdp={"ep_size": 2, "activation_checkpointing": "full"})
+    torch.manual_seed(1)
+    wrapped: Any = wrap_whole(recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")).wrapped
+    original, found = _fsdp_param_group.foreach_all_gather, []
+
+    def count(parameters: Any, *arguments: Any, **options: Any) -> Any:
+        found.append(has_experts_kernel(parameters[0]._module_info.module))
+        return original(parameters, *arguments, **options)
+
+    ids = torch.randint(0, 60, (1, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with patch.object(_fsdp_param_group, "foreach_all_gather", count):
+        forward_backward(recipe, wrapped, {"input_ids": ids, "labels": ids}, 1 / 44)
+    return sum(found), gathered_units(units_of(wrapped))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_recomputed_layer_gathers_its_experts_once_in_the_backward(on_ranks: Ranks) -> None:
+    """Its shared expert is computed after the others and is recomputed too, so that their forward ends. Two layers have experts."""
+    assert on_ranks.run(4, gathers_of_experts) == [(2 * 2, [])] * 4
+
+
 class _Layer(nn.Module):
     """A router whose scores differ from call to call in the last place, between two experts of equal score."""
 
@@ -123,9 +158,8 @@ def test_recomputed_layer_without_topk_is_refused() -> None:
     ],
 )
 def test_model_whose_experts_cannot_be_divided_is_refused(model: Any, size: int, reason: str) -> None:
-    from fsdp_tune.model.loading.construct import build_empty
-
+    """Also by `validate`, which inspects the model without weights."""
     recipe = recipe_of(model, 3 * size if size == 3 else 14, fsdp={"ep_size": size})
-    with pytest.raises(FsdpTuneError, match=reason) as caught:
-        require_divisible_experts(recipe, build_empty(recipe))
-    assert caught.value.exit_code == 2
+    (problem,) = find_facts(recipe).problems
+    assert (problem.code, problem.where and problem.where.key) == ("experts-not-divisible", "fsdp.ep_size")
+    assert reason in problem.message
