@@ -95,7 +95,7 @@ def gathers_of_experts() -> tuple[int, list[str]]:
 
     recipe = recipe_of({"from_config": ARCHITECTURES["deepseek-divided"]}, 4, fsdp={"ep_size": 2, "activation_checkpointing": "full"})
     torch.manual_seed(1)
-    wrapped: Any = wrap_whole(recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")).wrapped
+    wrapped: Any = wrap_whole(recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")).wrapped.train()
     original, found = _fsdp_param_group.foreach_all_gather, []
 
     def count(parameters: Any, *arguments: Any, **options: Any) -> Any:
@@ -111,7 +111,10 @@ def gathers_of_experts() -> tuple[int, list[str]]:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_recomputed_layer_gathers_its_experts_once_in_the_backward(on_ranks: Ranks) -> None:
-    """Its shared expert is computed after the others and is recomputed too, so that their forward ends. Two layers have experts."""
+    """Experts are a unit inside the layer, whose recomputed forward ends, since a shared expert follows. Two layers have experts.
+
+    FSDP2 must neither free them after that forward nor take it for one whose backward it prefetches.
+    """
     assert on_ranks.run(4, gathers_of_experts) == [(2 * 2, [])] * 4
 
 

@@ -213,7 +213,7 @@ def _owners() -> dict[str, Any]:
         "COMPILED_FROM": torch.compile(torch.sin),
         "SCHEMA": torch.ops.aten.mm.default,
         "FSDP_STATE": unit,
-        **dict.fromkeys(("PARAM_GROUP", "PARAM_GROUPS", "FORWARD_PREFETCH", "BACKWARD_PREFETCH", "LAZY_INIT", "PRE_BACKWARD"), state),
+        **dict.fromkeys(("PARAM_GROUP", "PARAM_GROUPS", "FORWARD_PREFETCH", "BACKWARD_PREFETCH", "LAZY_INIT"), state),
         **dict.fromkeys(("FORWARD_RECORD", "ORIGINAL_DTYPE"), group),
         **dict.fromkeys(("MODULE_INFO", "PARAM_NAME"), group.fsdp_params[0]),
         "HANDLE": FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True),

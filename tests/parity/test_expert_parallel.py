@@ -15,7 +15,7 @@ from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.merge.source import MergeOptions
 from fsdp_tune.run.directory import RunDir
 from tests.parity import runs
-from tests.parity.bench import Bench, assert_follows, assert_follows_one_device
+from tests.parity.bench import Bench, assert_as_near_as_bf16, assert_follows, assert_follows_one_device
 from tests.parity.cases import SHORT, Case
 
 
@@ -58,6 +58,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_run_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
     assert_follows_one_device(case, bench, record_property, SECTION)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [replace(_BASE, precision="bf16", accumulation=2, packed=True), replace(_OSS, precision="bf16")], ids=str)
+def test_run_in_bf16_is_as_near_as_one_device(case: Case, bench: Bench) -> None:
+    assert_as_near_as_bf16(case, bench, lambda name, row: None, SECTION)
 
 
 def resumed(bench: Bench, case: Case, donor: RunDir, step: int) -> RunDir:

@@ -29,13 +29,14 @@ REFUSED = [
     ("fsdp: {ep_size: 2}\nlora: {}\nquantization: {}", "`quantization`"),
     ("fsdp: {ep_size: 2}\nquantization: {train: int4}", "`quantization`"),
     ("fsdp: {ep_size: 2}\ntraining: {optim: muon}", "`training.optim: muon`"),
+    ("fsdp: {ep_size: 2}\ntraining: {optim: sgd}", "`training.optim: sgd`"),
     ("fsdp: {ep_size: 2}\ntraining: {optim: adamw_torch_8bit}", "`training.optim: adamw_torch_8bit`"),
     ('fsdp: {ep_size: 2}\ntraining: {optim_args: "state_dtype=bf16"}', "`state_dtype`"),
 ]
 TAKEN = [
     "fsdp: {ep_size: 2, activation_checkpointing: full, sharding_strategy: SHARD_GRAD_OP, reshard_after_backward: false}",
     "fsdp: {ep_size: 2}\nlora: {}",
-    "fsdp: {ep_size: 2}\nkernels: {experts: eager}\ntraining: {optim: sgd}",
+    "fsdp: {ep_size: 2}\nkernels: {experts: eager}",
 ]
 
 

@@ -186,9 +186,6 @@ FORWARD_RECORD = Attribute(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._post_forward_indices", "a forward without a backward", READ_IN
 )
 """The places of a unit in the order of forwards, by which the next backward would prefetch."""
-PRE_BACKWARD = Attribute("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_backward", "`fsdp.ep_size`", READ_IN)
-"""What the hook of a unit's output does when its backward starts: gather the unit, and the one before it ahead. A forward in between does
-neither, and is not recorded."""
 LAZY_INIT = Attribute("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init", "adding gradients in fp32", READ_IN)
 """What the first forward does before anything else, and which sets the dtype of gradients."""
 ORIGINAL_DTYPE = Attribute(

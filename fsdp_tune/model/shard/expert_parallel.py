@@ -8,10 +8,8 @@ full stacks, so optimizers, checkpoints and merges see tensors of the usual name
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.model.internals.torch_internals import FSDP_STATE, PRE_BACKWARD
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -204,30 +200,20 @@ def _mean_gradient(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 class RoutedOnce:
-    """Make the recomputation of a layer choose the experts that its forward chose, and gather them once with the backward.
+    """Make the recomputation of a layer choose the experts that its forward chose.
 
     A recomputed router may round otherwise than in the forward (kernels whose order of sums varies), and two experts of nearly equal score
     would change places: tokens would be sent elsewhere, and gradients would not be those of the loss. So the indices of each `topk` in the
     layer are kept, and its values are taken at these.
     """
 
-    def __init__(self, layer: str, experts: Sequence[nn.Module] = ()) -> None:
-        self._layer, self._experts = layer, experts
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
         self._kept: list[torch.Tensor] = []
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts(self) -> tuple[TorchFunctionMode, TorchFunctionMode]:
         """Return the contexts of the forward and of the recomputation (`context_fn` of torch's `checkpoint`)."""
-        return _Choosing(self._choose, self._require_choice), self._recomputing()
-
-    @contextlib.contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        for module in self._experts:
-            if isinstance(module, FSDPModule):
-                # The backward of the unit starts here. FSDP2 would take the recomputation for another forward: it would free the experts
-                # after it, and gather them and a layer whose backward is over.
-                PRE_BACKWARD.of(FSDP_STATE.of(module)())(None)
-        with _Choosing(self._repeat(), lambda: None):
-            yield
+        return _Choosing(self._choose, self._require_choice), _Choosing(self._repeat(), lambda: None)
 
     def _choose(self, **arguments: Any) -> torch.Tensor:
         indices = torch.topk(**arguments).indices

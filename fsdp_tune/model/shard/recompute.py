@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -187,21 +187,21 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
     copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
     experts = divided_experts(recipe, model)
     for name, layer in layers:
-        own = [model.get_submodule(each) for each in experts if each.startswith(f"{name}.")]
+        routes = any(each.startswith(f"{name}.") for each in experts)
         layer.forward = _checkpointed(  # type: ignore[method-assign]
             name,
             layer,
-            contexts=_contexts(name, selective=recipe.fsdp.activation_checkpointing == "selective", experts=own),
+            contexts=_contexts(name, selective=recipe.fsdp.activation_checkpointing == "selective", routes=routes),
             copies=copies,
             is_uppermost=layer is layers[-1][1],
         )
         layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
 
 
-def _contexts(name: str, *, selective: bool, experts: Sequence[nn.Module]) -> Callable[[], tuple[Any, Any]] | None:
-    """Return what makes the contexts of a layer's forward and of its recomputation. `experts`: those of the layer that ranks divide."""
-    if experts:
-        return lambda: RoutedOnce(name, experts).contexts()
+def _contexts(name: str, *, selective: bool, routes: bool) -> Callable[[], tuple[Any, Any]] | None:
+    """Return what makes the contexts of a layer's forward and of its recomputation; `routes`: it has experts that ranks divide."""
+    if routes:
+        return lambda: RoutedOnce(name).contexts()
     return _selective_contexts if selective else None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.recipe.rules.limits import computes_in_fp8
 from fsdp_tune.recipe.schema.keys import Finding, Rule
-from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS, STATE_DTYPE, STOCHASTIC, optimizer_name, pairs_of
+from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, STATE_DTYPE, STOCHASTIC, optimizer_name, pairs_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _KEY = "fsdp.ep_size"
@@ -86,8 +86,6 @@ def _computing(recipe: Recipe) -> Unsupported:
 
 def _training(recipe: Recipe) -> Unsupported:
     name = optimizer_name(recipe.training)
-    optimizer = OPTIMIZERS.get(name)
-    has_layout = optimizer is not None and (optimizer.needs_shapes or optimizer.block_bits is not None)
     lean = next((word for word, _ in pairs_of(recipe.training) if word in (STATE_DTYPE, STOCHASTIC)), None)
     return {
         "lora.target_parameters": (
@@ -96,8 +94,8 @@ def _training(recipe: Recipe) -> Unsupported:
         ),
         "quantization": (recipe.quantization is not None and "`quantization`", "leave `quantization` out"),
         "training.optim": (
-            has_layout and f"`training.optim: {name}` (its update depends on more than single elements)",
-            "use `optim: adamw_torch_fused`",
+            name != DEFAULT_OPTIMIZER and f"`training.optim: {name}` (experts are sharded over another mesh than other parameters)",
+            f"use `optim: {DEFAULT_OPTIMIZER}`",
         ),
         "training.optim_args": (lean is not None and f"`{lean}`", f"leave `{lean}` out"),
     }
