@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -36,9 +37,7 @@ def compared(family: str, kernel: str, ranks: int) -> None:
     model: Any = build_full(recipe)
     EXPERTS.set(model.config, kernel)
     name = divided_experts(recipe, model)[0]
-    whole: Any = build_full(recipe).get_submodule(name)
-    whole.load_state_dict(model.get_submodule(name).state_dict())
-    EXPERTS.set(whole.config, kernel)
+    whole: Any = copy.deepcopy(model.get_submodule(name))
     width = model.config.hidden_size
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(ranks, TOKENS, width, generator=generator)
@@ -70,16 +69,19 @@ def compared(family: str, kernel: str, ranks: int) -> None:
         torch.testing.assert_close(parameter.grad.to_local() * ranks, getattr(whole, key).grad.chunk(ranks)[me])
 
 
-def compare_all(ranks: int) -> None:
-    for family in ("mixtral", "gpt_oss"):
-        for kernel in sorted(KERNELS):
-            compared(family, kernel, ranks)
+def compare_all(ranks: int, cases: list[tuple[str, str]]) -> None:
+    for family, kernel in cases:
+        compared(family, kernel, ranks)
+
+
+FEW = [("mixtral", "eager"), ("gpt_oss", "grouped_mm")]
+ALL = [(family, kernel) for family in ("mixtral", "gpt_oss") for kernel in sorted(KERNELS)]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_divided_experts_compute_what_undivided_ones_do(ranks: int, on_ranks: Ranks) -> None:
-    on_ranks.run(ranks, compare_all, ranks)
+@pytest.mark.parametrize(("ranks", "cases"), [(2, FEW), pytest.param(4, ALL, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
+def test_divided_experts_compute_what_undivided_ones_do(ranks: int, cases: list[tuple[str, str]], on_ranks: Ranks) -> None:
+    on_ranks.run(ranks, compare_all, ranks, cases)
 
 
 def gathers_of_experts() -> tuple[int, list[str]]:
