@@ -25,7 +25,7 @@ from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import SINKS, dropout_fields, heads_by_layer
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
 from fsdp_tune.model.known_rows import masks_of_documents, packing_known
-from fsdp_tune.model.shard.local import bare_model
+from fsdp_tune.model.shard.local import ModuleView, bare_model
 from fsdp_tune.model.shard.process_groups import groups_of
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -137,17 +137,6 @@ def to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _exchange(parts, group).permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
 
 
-class _ModuleView:
-    """An attention module as a kernel sees it, with some attributes replaced."""
-
-    def __init__(self, module: nn.Module, **replaced: Any) -> None:
-        self._module = module
-        self.__dict__.update(replaced)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable[..., Any]:
     """Return the kernel for queries, keys and values of this rank's tokens. None stands for `eager`, which each model defines itself."""
     group, size = rows.group, rows.group.size()
@@ -168,7 +157,7 @@ def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable
             kwargs[argument] = replaced[attribute] = sinks.chunk(size)[group.rank()]
         kwargs["position_ids"] = rows.position_ids
         query, key, value = to_heads([query, key, value], group)
-        output, _ = inner(_ModuleView(module, **replaced), query, key, value, attention_mask, **kwargs)
+        output, _ = inner(ModuleView(module, **replaced), query, key, value, attention_mask, **kwargs)
         return to_tokens(output, group), None
 
     return attention

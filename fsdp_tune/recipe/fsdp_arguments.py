@@ -146,6 +146,7 @@ def expected(recipe: Recipe) -> dict[str, object]:
         "world_size": recipe.world_size,
         "mesh": list(sizes.values()),
         "sequence_group": recipe.topology.sequence,
+        "expert_group": recipe.fsdp.ep_size,
         "placements": placements,
         "reshard_after_forward": reshard,
         "parameter_dtype": storage,

@@ -155,6 +155,16 @@ def resharding_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
         yield Finding("mesh-does-not-fit", ("fsdp.reshard_after_forward", *MESH_KEYS), message, hint)
 
 
+def experts_divide(recipe: Recipe, world: World) -> Iterator[Finding]:
+    size = recipe.fsdp.ep_size
+    if size == 1 or world.size % world.machines or not recipe.is_sharded:
+        return
+    of_copy = mesh_sizes(recipe, world).topology.copy_size
+    if of_copy % size:
+        message = f"`fsdp.ep_size: {size}` does not divide the {_count(of_copy, 'rank')} that share one copy"
+        yield Finding("mesh-does-not-fit", ("fsdp.ep_size", *MESH_KEYS), message, "write a divisor of the number of ranks, or 1")
+
+
 def batch_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
     training = recipe.training
     wanted, micro, accumulation = training.global_batch_size, training.per_device_train_batch_size, training.gradient_accumulation_steps
@@ -247,7 +257,7 @@ def lanes_divide(recipe: Recipe, world: World) -> Iterator[Finding]:
 
 
 WORLD_RULES: tuple[WorldRule, ...] = (
-    *(machines_are_alike, rows_are_shared_evenly, mesh_fits, resharding_divides, batch_divides, gradient_sums_are_exact),
+    *(machines_are_alike, rows_are_shared_evenly, mesh_fits, resharding_divides, experts_divide, batch_divides, gradient_sums_are_exact),
     lanes_divide,
 )
 

@@ -77,6 +77,7 @@ def scale_down_recipe(
     _slices_of_rows(small, recipe, sharing)
     _training(small, recipe, ranks, sharing, steps)
     _sharding(small, recipe, device)
+    _experts(small, recipe, config, ranks)
     _merge(small)
     if recipe.evaluation.is_on:
         document["evaluation"] = {}
@@ -333,6 +334,16 @@ def _sharding(small: ScaledRecipe, recipe: Recipe, device: str) -> None:
         fsdp["offload_params"] = False
         small.changes.append("fsdp.offload_params: off, since FSDP1's needs an accelerator; NOT rehearsed")
     fsdp["cpu_ram_efficient_loading"] = False
+
+
+def _experts(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], ranks: int) -> None:
+    """Divide the experts over ranks that share a copy of the small model, as many as divide its few experts."""
+    given = recipe.fsdp.ep_size
+    copies = 2 if recipe.is_hybrid else 1  # on one machine
+    fewer = math.gcd(given, max(1, ranks // copies), families.EXPERTS.of(scale_down_config(config)) or given)
+    if fewer != given:
+        small.document["fsdp"]["ep_size"] = fewer
+        small.changes.append(f"fsdp.ep_size: {fewer} instead of {given}")
 
 
 _NUMBER_IN_REGEX = re.compile(r"(?<![\w{,\[-])\d+(?![\w},\]-])")

@@ -234,6 +234,10 @@ class LiveState(PartialFacts):
     mesh: list[int] = Field(default_factory=list[int])
     sequence_group: int = 0
     """Number of ranks that share a row."""
+    expert_group: int = 1
+    """Number of ranks that divide the experts of a layer and exchange tokens."""
+    own_experts: dict[str, list[int]] = Field(default_factory=dict[str, list[int]])
+    """Of divided experts: the first and the end of those that this rank holds, by name of the parameter."""
     offload_params: bool = False
     global_batch_size: int = 0
     gradient_accumulation_steps: int = 0

@@ -182,6 +182,7 @@ def _table(live: LiveState) -> list[str]:
         f"read back: {live.wrapper}, {live.sharded} sharded tensors in {len(live.units)} units, {placement} over {mesh}, {dtypes}",
         f"read back: {live.trained_parameters:,} of {live.parameters:,} parameters trained, "
         f"attention {live.attention}, {kinds}, global batch {live.global_batch_size}",
+        *([f"read back: {live.expert_group} ranks divide the experts of each layer"] if live.expert_group > 1 else []),
         *(in_fp8 if fp8.linears else []),
         *([f"read back: {sum(live.quantised_training.weights.values())} linear layers emulate {', '.join(emulated)}"] if emulated else []),
     ]

@@ -166,6 +166,7 @@ NOT_RUN: dict[str, str] = {
     "training.debug": "has one value in this release",
     "kernels.liger": "Triton kernels: tests/gpu/test_numbers.py",
     "kernels.compile": "the C++ compiler takes minutes: tests/parity/test_matrix.py",
+    "fsdp.ep_size": "the model has no experts: tests/parity/test_expert_parallel.py",
     "kernels.experts": "the model has no experts: tests/model/test_expert_kernels.py",
     "merge.quantise": "only after `quantization.train`, which changes numbers: tests/cli/test_train_quantised.py",
     "launch.device": "this machine has one kind of device",

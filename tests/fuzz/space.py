@@ -61,6 +61,7 @@ NOT_DRAWN: dict[str, str] = {
     **dict.fromkeys(("training.early_stopping.patience", "training.early_stopping.threshold"), "ends a run; tests/worker has it"),
     "training.neftune_noise_alpha": "random noise, which one device draws otherwise; tests/cli/test_train_lora.py trains with it",
     **dict.fromkeys(("training.optim_args", "training.optim_target_modules"), "lean state has parity rows of its own (test_lean_state)"),
+    "fsdp.ep_size": "experts that ranks divide; tests/parity/test_expert_parallel.py has rows",
     "kernels.mlp_slice_tokens": "dense MLPs alone; tests/parity has rows",
     "training.parameter_groups": "it has parity rows of its own (test_optimizers)",
     "training.lr_scheduler_kwargs": "of schedules that are not drawn",

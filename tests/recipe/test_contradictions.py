@@ -39,6 +39,7 @@ CONTRADICTIONS = [
     ("fsdp: {activation_checkpointing: selective, activation_checkpointing_offload: true}\nkernels: {compile: true}", 3, "line 4"),
     ("launch: {device: cpu}\nkernels: {liger: true}", 4, "for GPUs"),
     ("parallelism: {sp_size: 2}\nfsdp: {version: 1}", 4, "line 3"),
+    ("fsdp: {ep_size: 2}\nkernels: {compile: true}", 4, "line 3"),
     ("parallelism: {sp_size: 2}\nkernels: {compile: true}", 4, "line 3"),
     ("parallelism: {sp_size: 2}\nprecision: {mixed_precision: fp8, fp8_recipe: tensorwise}", 4, "line 3"),
     ("parallelism: {sp_size: 2}\nlora: {lora_dropout: 0.1}", 4, "rank that holds the token"),

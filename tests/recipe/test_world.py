@@ -114,6 +114,7 @@ def test_replicas_on_one_machine_give_a_notice() -> None:
             "launch: {num_processes: 4}",
             *("sums-in-16-bits", "`FULL_SHARD` adds the gradients of 9"),
         ),
+        ("fsdp: {ep_size: 3}\nlaunch: {num_processes: 8}", "mesh-does-not-fit", "does not divide the 8 ranks that share one copy"),
         ("fsdp: {reshard_after_forward: 3}\nlaunch: {num_processes: 8}", "mesh-does-not-fit", "does not divide the 8 ranks"),
         ("fsdp: {reshard_after_forward: 8}\nlaunch: {num_processes: 8}", "mesh-does-not-fit", "does not divide the 8 ranks"),
         ("training: {global_batch_size: 10}\nlaunch: {num_processes: 4}", "indivisible", "(`launch.num_processes` on line 4)"),

@@ -58,6 +58,14 @@ def test_ranks_that_share_rows_are_two_at_most(tmp_path: Path) -> None:
     assert "parallelism" not in shrunk(recipe, tmp_path, ranks=1).document
 
 
+def test_experts_are_divided_over_the_ranks_that_there_are(tmp_path: Path) -> None:
+    recipe = resolved({"fsdp": {"ep_size": 8}, "launch": {"num_processes": 16}})
+    small = shrunk(recipe, tmp_path, ranks=2)
+    assert small.document["fsdp"]["ep_size"] == 2
+    assert "fsdp.ep_size: 2 instead of 8" in small.changes
+    assert "ep_size" not in shrunk(recipe, tmp_path, ranks=1).document.get("fsdp", {})
+
+
 def test_stream_is_rehearsed_as_a_stream_and_compared_as_prepared_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "completion": str(number + 1)}) + "\n" for number in range(900)))

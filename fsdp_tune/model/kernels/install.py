@@ -20,6 +20,7 @@ from fsdp_tune.model.kernels.loss_in_head import OpaqueHead, install_loss_in_hea
 from fsdp_tune.model.mixers import choose_packing, separate_packed
 from fsdp_tune.model.model_files import WRITTEN, KernelChoice
 from fsdp_tune.model.sequence_parallel import require_shareable_rows
+from fsdp_tune.model.shard.expert_parallel import require_divisible_experts
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 
@@ -67,6 +68,7 @@ def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
     """Return the choices by recipe key or optional package, for the bare model and the device that it will run on."""
     require_known_balance(model)
     require_shareable_rows(recipe, model)
+    require_divisible_experts(recipe, model)
     return {
         "model.attn_implementation": live_attention(recipe, model),
         "kernels.loss": choose_loss(recipe, model),

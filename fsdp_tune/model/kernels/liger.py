@@ -54,6 +54,8 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
         return KernelChoice("false", WRITTEN)
     if recipe.lora is not None and recipe.lora.target_parameters:  # which `recipe.rules` refuses with `true`
         return KernelChoice("false", "Liger would replace the forward of the adapted experts (`lora.target_parameters`)")
+    if recipe.fsdp.ep_size > 1:  # which `recipe.rules` refuses with `true`
+        return KernelChoice("false", "Liger would replace the forward of the experts that ranks divide (`fsdp.ep_size`)")
     if requested is True:
         require_liger("kernels.liger: true")
     if requested == "auto" and recipe.kernels.compile:

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.model.internals.transformers_internals import LAYER_CLASSES
+from fsdp_tune.model.shard.expert_parallel import divided_experts
 from fsdp_tune.model.shard.local import kept_in_fp32
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -98,7 +99,9 @@ def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) 
 def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
     """Return the units of the recipe's wrap policy. Raises: usage error (exit 2) if recomputation cannot enclose them, or if ignored
     modules would be trained."""
-    plan = _hold_precision(recipe, model, _join_tied(model, _units_of_policy(recipe, model)))
+    plan = _join_tied(model, _units_of_policy(recipe, model))
+    experts = [(name,) for name in divided_experts(recipe, model)]  # each a unit, over another mesh than its layer
+    plan = _hold_precision(recipe, model, replace(plan, groups=(*experts, *plan.groups)))
     _refuse_ignored_that_train(recipe, model)
     _refuse_units_in_selective_layers(recipe, model, plan)
     return plan

@@ -198,6 +198,17 @@ def decayed_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if decays(name, parameter))
 
 
+class ModuleView:
+    """A module as a kernel sees it, with some attributes replaced."""
+
+    def __init__(self, module: nn.Module, **replaced: Any) -> None:
+        self._module = module
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 def bare_model(wrapped: nn.Module) -> nn.Module:
     """Return the model that DDP or FSDP1 wraps; FSDP2 has no wrapper."""
     return wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped

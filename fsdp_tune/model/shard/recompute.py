@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, SCALED_MM, SCHEMA, observing_mode
+from fsdp_tune.model.shard.expert_parallel import RoutedOnce, divided_experts
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.host_copies import HostCopies
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -184,18 +185,29 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
     """Make the recomputed layers drop their activations in the forward. Call it before wrapping."""
     layers = checkpointed_layers(recipe, model)
     copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
+    experts = divided_experts(recipe, model)
     for name, layer in layers:
+        routes = any(each.startswith(f"{name}.") for each in experts)
         layer.forward = _checkpointed(  # type: ignore[method-assign]
             name,
             layer,
-            selective=recipe.fsdp.activation_checkpointing == "selective",
+            contexts=_contexts(name, selective=recipe.fsdp.activation_checkpointing == "selective", routes=routes),
             copies=copies,
             is_uppermost=layer is layers[-1][1],
         )
         layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
 
 
-def _checkpointed(name: str, layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., object]:
+def _contexts(name: str, *, selective: bool, routes: bool) -> Callable[[], tuple[Any, Any]] | None:
+    """Return what makes the contexts of a layer's forward and of its recomputation; `routes`: it has experts that ranks divide."""
+    if routes:
+        return lambda: RoutedOnce(name).contexts()
+    return _selective_contexts if selective else None
+
+
+def _checkpointed(
+    name: str, layer: nn.Module, *, contexts: Callable[[], tuple[Any, Any]] | None, copies: HostCopies | None, is_uppermost: bool
+) -> Callable[..., object]:
     layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may replace it
 
     @functools.wraps(layer.forward)
@@ -203,9 +215,9 @@ def _checkpointed(name: str, layer: nn.Module, *, selective: bool, copies: HostC
         original: Any = layer.recomputed_forward
         if not (layer.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
-        options: dict[str, object] = {"context_fn": _selective_contexts} if selective else {}
+        options: dict[str, object] = {"context_fn": contexts} if contexts is not None else {}
         if (check := RecomputationCheck.entered) is not None:
-            options["context_fn"] = functools.partial(check.contexts, name, _selective_contexts if selective else noop_context_fn)
+            options["context_fn"] = functools.partial(check.contexts, name, contexts or noop_context_fn)
         saves = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **options)
         if copies is not None:
             of_own, own = _by_own_tensors(original, args, kwargs)

@@ -24,6 +24,14 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
+from fsdp_tune.model.shard.expert_parallel import (
+    dim_inside,
+    divide_experts,
+    divided_experts,
+    expert_mesh_of,
+    make_expert_mesh,
+    mesh_of_shards,
+)
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
 from fsdp_tune.model.shard.local import TORCH_DTYPE, bare_class
 from fsdp_tune.model.shard.process_groups import groups_of
@@ -68,6 +76,11 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         "offload_policy": offload_policy(recipe, device.type),
     }
     as_stored = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None, cast_forward_inputs=False)}
+    experts = frozenset(divided_experts(recipe, model))
+    of_experts: dict[str, Any] = {}
+    if experts:
+        divide_experts(model, sorted(experts), expert_mesh := make_expert_mesh(recipe, device.type), device)
+        of_experts = _options_of_experts(expert_mesh)
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
         allow_integer_parameters()
     ranks = mesh.size(-1)
@@ -81,11 +94,15 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     for group in units.groups:
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
+        own = as_stored if group in units.in_fp32 else options
+        if group[0] in experts:
+            # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in fp32 by some routers.
+            own = own | of_experts | {"mp_policy": replace(own["mp_policy"], cast_forward_inputs=False)}
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             reshard_after_forward=False if keep else reshard,
             ignored_params=ignored or None,
-            **(as_stored if group in units.in_fp32 else options),
+            **own,
         )
     # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts with it.
     if units.holder is None:
@@ -96,6 +113,19 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     if recipe.fsdp.reshard_after_backward is False:
         model.set_reshard_after_backward(False)  # type: ignore[operator]  # until `begin_micro_batch` of a step's last one
     return model
+
+
+def _options_of_experts(expert_mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the options of the units of divided experts: sharded inside of each expert, since the ranks of `ep` divide the first
+    dimension."""
+    mesh = mesh_of_shards(expert_mesh)
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        dim = dim_inside(parameter.shape, mesh.size(-1))
+        assert dim is not None, "`require_divisible_experts` refuses others"
+        return Shard(dim)
+
+    return {"mesh": mesh, "shard_placement_fn": placement}
 
 
 def begin_micro_batch(recipe: Recipe, wrapped: nn.Module, *, is_last: bool) -> None:
@@ -191,8 +221,9 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return the process groups of the model's mesh, of the meshes that `reshard_after_forward: N` adds, and of shared rows."""
-    meshes = [] if mesh is None else [mesh]
+    """Return the process groups of the model's mesh, of the meshes that `reshard_after_forward: N` and `ep_size` add, and
+    of shared rows."""
+    meshes = [each for each in (mesh, expert_mesh_of(model)) if each is not None]
     meshes += [info.mesh for group in fsdp_groups(model) if (info := group.post_forward_mesh_info) is not None]
     groups = [group for each in meshes for group in each.get_all_groups()]
     groups += groups_of(model).values()

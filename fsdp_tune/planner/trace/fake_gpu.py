@@ -327,6 +327,9 @@ def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> 
     if recipe.kernels.experts in NOT_TRACED:
         message = f"`kernels.experts: {recipe.kernels.experts}` {NOT_TRACED[recipe.kernels.experts]}, which is not traced"
         raise usage_error("trace-failed", message, hint="with `grouped_mm` the step is predicted; it computes the same products")
+    if recipe.fsdp.ep_size > 1:
+        message = f"`fsdp.ep_size: {recipe.fsdp.ep_size}` exchanges as many tokens as the router sends, and the step is not traced"
+        raise usage_error("trace-failed", message, hint="`--set fsdp.ep_size=1` predicts the recipe in which each rank gathers all experts")
     if not has_variable_lengths(kernel):
         return recipe, build_empty(recipe, config, vocabulary=vocabulary)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})

@@ -13,6 +13,7 @@ from typing import cast
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.core.units import printable, shown
 from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES
+from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, EXPERTS_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
 from fsdp_tune.recipe.rules.rates import RATE_RULES
@@ -300,7 +301,7 @@ RULES: tuple[Rule, ...] = (
     *(model_source, data_sources, strategy_agrees, fsdp_version, bf16_storage),
     *(no_shell_variables_in_paths, written_paths, no_nul_characters, rope_scaling, attention_kernel, device_limits, kernels, mlp_slices),
     *(*ENVIRONMENT_RULES, *OPTIMIZER_RULES, *FP8_RULES, *ADAPTER_RULES, *TRAINING_RULES, *STREAMING_RULES),
-    *(*RATE_RULES, *SEQUENCE_RULES, *EVALUATION_RULES, *EXPERTS_RULES),
+    *(*RATE_RULES, *SEQUENCE_RULES, *EVALUATION_RULES, *EXPERTS_RULES, *EXPERT_PARALLEL_RULES),
 )
 
 

@@ -149,6 +149,8 @@ class Fsdp(Section):
     """BACKWARD_PRE (implicit prefetching on FSDP2) | units ahead; BACKWARD_POST and NO_PREFETCH on version 1 only."""
     sync_each_batch: bool = True
     """Reduce-scatter after every micro-batch; false keeps unsharded gradients between micro-batches."""
+    ep_size: Whole = 1
+    """Ranks that divide the experts of each layer and exchange tokens (expert parallelism); they read rows of their own."""
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
     """Checkpoint format: every rank writes its shards, or rank 0 writes full tensors as safetensors."""
     cpu_ram_efficient_loading: bool = True

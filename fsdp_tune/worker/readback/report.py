@@ -31,7 +31,8 @@ from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.adamw_in_blocks import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.sequence_parallel import sequence_group_of
-from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, plain_name
+from fsdp_tune.model.shard.expert_parallel import expert_group_sizes
+from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, offset_of, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits, state_dtype
@@ -59,6 +60,8 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
         world_size=dist.get_world_size(),
         mesh=list(loaded.mesh.shape) if loaded.mesh is not None else [],
         sequence_group=1 if (group := sequence_group_of(wrapped)) is None else group.size(),
+        expert_group=_only(expert_group_sizes(loaded.model)),
+        own_experts=_own_experts(loaded.model),
         parameter_dtype=_only({_name(p.dtype) for p in _cast_parameters(loaded)}),
         kept_in_fp32=_kept_dtypes(loaded),
         offload_params=_offloads(wrapped, kind),
@@ -95,6 +98,15 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
         collective_limits_seconds=sorted({limit for group in groups for limit in time_limits_seconds(group)}),
         **sharding,
     )
+
+
+def _own_experts(model: nn.Module) -> dict[str, list[int]]:
+    """Return the part of each divided stack of experts that this rank holds, in its first dimension."""
+    if expert_group_sizes(model) == {1}:
+        return {}
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    divided = {name: p for name, p in sharded.items() if (p.device_mesh.mesh_dim_names or ())[-1:] == ("ep",)}
+    return {name: [offset_of(p)[0], offset_of(p)[0] + p.to_local().shape[0]] for name, p in divided.items()}
 
 
 def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> list[GroupState]:
@@ -218,9 +230,24 @@ def _inside_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> li
         return []
     ranks = report.mesh[-1]
     sharded = [(name, p.shape) for name, p in loaded.model.named_parameters() if isinstance(p, DTensor)]
-    wanted = [name for name, shape in sharded if shard_dim(recipe, shape, ranks)]
+    divided = report.own_experts.keys()
+    wanted = [name for name, shape in sharded if name in divided or shard_dim(recipe, shape, ranks)]
     wrong = sorted(set(wanted) ^ set(report.sharded_inside))
     return [f"sharded_inside: the recipe means {wanted!r}, the run has {report.sharded_inside!r}"] if wrong else []
+
+
+def _expert_differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:
+    """Return a sentence for each rank without its experts: neighbouring ranks hold neighbouring experts of every stack."""
+    size = recipe.fsdp.ep_size
+    if size == 1:
+        return []
+    counts = {name: p.shape[0] for name, p in loaded.model.named_parameters() if name in reports[0].own_experts}
+    found = [] if counts else ["experts: the recipe divides them, and the run has no divided stack"]
+    for rank, report in enumerate(reports):
+        wanted = {name: [count // size * (rank % size), count // size * (rank % size + 1)] for name, count in counts.items()}
+        if wrong := next((name for name in wanted if report.own_experts.get(name) != wanted[name]), None):
+            found.append(f"experts of `{wrong}`: rank {rank} holds {report.own_experts.get(wrong)}, and its part is {wanted[wrong]}")
+    return found
 
 
 def _reshard(group: Any) -> bool | int:
@@ -290,7 +317,7 @@ def _plugin(trainer: Any) -> PluginState | None:
     )
 
 
-_OF_EACH_RANK = {"local_bytes", "peak_growth_bytes"}
+_OF_EACH_RANK = {"local_bytes", "peak_growth_bytes", "own_experts"}
 
 
 def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:
@@ -314,6 +341,7 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> lis
     if len(limits := reports[0].collective_limits_seconds) > 1:
         found.append(f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}")
     found += _inside_differences(recipe, loaded, reports[0])
+    found += _expert_differences(recipe, loaded, reports)
     found += _kept_differences(reports[0])
     found += fp8_differences(recipe, loaded, reports[0].fp8)
     found += quantised_differences(recipe, loaded, reports[0].quantised_training)

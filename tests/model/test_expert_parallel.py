@@ -1,0 +1,170 @@
+"""Divided experts compute what undivided ones do, for every kernel that is allowed, and a recomputed layer routes once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.shard.expert_parallel import KERNELS, RoutedOnce, divide_experts, divided_experts
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+from tests.parity.architectures import ARCHITECTURES
+from tests.ranks import Ranks
+
+TOKENS, CHOSEN = 12, 2
+NO_EXPERT = 4
+"""An index that stands for no expert, which transformers' eager loop leaves out."""
+
+
+def compared(family: str, kernel: str, ranks: int) -> None:
+    """On a rank: compare output, gradients and exchanges of divided experts with those of the undivided ones on the tokens of all ranks."""
+    from fsdp_tune.model.internals.transformers_internals import EXPERTS
+    from fsdp_tune.model.loading.construct import build_full
+
+    recipe = recipe_of(family, ranks, fsdp={"ep_size": ranks})
+    torch.manual_seed(3)
+    model: Any = build_full(recipe)
+    EXPERTS.set(model.config, kernel)
+    name = divided_experts(recipe, model)[0]
+    whole: Any = copy.deepcopy(model.get_submodule(name))
+    width = model.config.hidden_size
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ranks, TOKENS, width, generator=generator)
+    chosen = torch.rand(ranks, TOKENS, NO_EXPERT, generator=generator).argsort(-1)[..., :CHOSEN]
+    if kernel == "eager":  # the first rank computes all tokens
+        chosen[:] = 0
+        if family == "mixtral":
+            chosen[0, 0] = NO_EXPERT
+    weights, target = torch.rand(ranks, TOKENS, CHOSEN, generator=generator), torch.randn(ranks, TOKENS, width, generator=generator)
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("expert_shard", "ep"))
+    divide_experts(model, [name], mesh, torch.device("cpu"))
+    me, exchange, calls = dist.get_rank(), dist.all_to_all_single, []
+    inputs = [hidden[me].clone().requires_grad_(), weights[me].clone().requires_grad_()]
+    with patch.object(dist, "all_to_all_single", lambda *given, **options: (calls.append(1), exchange(*given, **options))[1]):
+        found = model.get_submodule(name)(inputs[0], chosen[me], inputs[1])
+        (found * target[me]).sum().backward()
+    assert len(calls) == 5, "counts, rows and results; gradients of both"
+    outside = [hidden.flatten(0, 1).requires_grad_(), weights.flatten(0, 1).requires_grad_()]
+    expected = whole(outside[0], chosen.flatten(0, 1), outside[1])
+    (expected * target.flatten(0, 1)).sum().backward()
+    own = slice(me * TOKENS, (me + 1) * TOKENS)
+    torch.testing.assert_close(found, expected[own])
+    for mine, theirs in zip(inputs, outside, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad[own])
+    for key, parameter in model.get_submodule(name).named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.shape == getattr(whole, key).shape
+        assert parameter.grad is not None, "also on a rank that no token reaches"
+        torch.testing.assert_close(parameter.grad.to_local() * ranks, getattr(whole, key).grad.chunk(ranks)[me])
+
+
+def compare_all(ranks: int, cases: list[tuple[str, str]]) -> None:
+    for family, kernel in cases:
+        compared(family, kernel, ranks)
+
+
+FEW = [("mixtral", "eager"), ("gpt_oss", "grouped_mm")]
+ALL = [(family, kernel) for family in ("mixtral", "gpt_oss") for kernel in sorted(KERNELS)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "cases"), [(2, FEW), pytest.param(4, ALL, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
+def test_divided_experts_compute_what_undivided_ones_do(ranks: int, cases: list[tuple[str, str]], on_ranks: Ranks) -> None:
+    on_ranks.run(ranks, compare_all, ranks, cases)
+
+
+def gathers_of_experts() -> tuple[int, list[str]]:
+    """On a rank: how often a step with recomputed layers gathers the experts of a layer, and the units that it leaves gathered."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    from fsdp_tune.model.internals.transformers_internals import has_experts_kernel
+    from fsdp_tune.model.loading.assemble import wrap_whole
+    from fsdp_tune.model.loading.construct import build_full
+    from fsdp_tune.model.shard.gathered import gathered_units, units_of
+    from fsdp_tune.model.shard.process_groups import make_mesh
+    from fsdp_tune.model.step import forward_backward
+
+    recipe = recipe_of({"from_config": ARCHITECTURES["deepseek-divided"]}, 4, fsdp={"ep_size": 2, "activation_checkpointing": "full"})
+    torch.manual_seed(1)
+    wrapped: Any = wrap_whole(recipe, build_full(recipe), make_mesh(recipe, "cpu"), torch.device("cpu")).wrapped.train()
+    original, found = _fsdp_param_group.foreach_all_gather, []
+
+    def count(parameters: Any, *arguments: Any, **options: Any) -> Any:
+        found.append(has_experts_kernel(parameters[0]._module_info.module))
+        return original(parameters, *arguments, **options)
+
+    ids = torch.randint(0, 60, (1, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with patch.object(_fsdp_param_group, "foreach_all_gather", count):
+        forward_backward(recipe, wrapped, {"input_ids": ids, "labels": ids}, 1 / 44)
+    return sum(found), gathered_units(units_of(wrapped))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_recomputed_layer_gathers_its_experts_once_in_the_backward(on_ranks: Ranks) -> None:
+    """Experts are a unit inside the layer, whose recomputed forward ends, since a shared expert follows. Two layers have experts.
+
+    FSDP2 must neither free them after that forward nor take it for one whose backward it prefetches.
+    """
+    assert on_ranks.run(4, gathers_of_experts) == [(2 * 2, [])] * 4
+
+
+class _Layer(nn.Module):
+    """A router whose scores differ from call to call in the last place, between two experts of equal score."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.calls, self.chosen, self._call = 0, [], call
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores = torch.ones(3, 4) * hidden.sum()
+        scores = scores + torch.eye(4)[self.calls % 4] * 1e-6
+        values, indices = self._call(scores)
+        self.chosen.append(indices)
+        values /= values.sum()  # in place, as in several routers
+        return (values * indices * hidden).sum()
+
+
+@pytest.mark.parametrize(
+    "call", [lambda scores: torch.topk(scores, k=2, dim=-1), lambda scores: scores.topk(2)], ids=["function", "method"]
+)
+def test_recomputed_layer_chooses_what_its_forward_chose(call: Any) -> None:
+    for routes_once in (True, False):
+        layer, hidden = _Layer(call), torch.tensor(2.0, requires_grad=True)
+        options: dict[str, Any] = {"context_fn": RoutedOnce("layer").contexts} if routes_once else {}
+        checkpoint(layer, hidden, use_reentrant=False, **options).backward()
+        first, again = layer.chosen
+        assert torch.equal(first, again) is routes_once
+
+
+def test_recomputed_layer_without_topk_is_refused() -> None:
+    with pytest.raises(FsdpTuneError, match=r"`layer` chooses experts without `torch\.topk`"):
+        checkpoint(torch.sin, torch.zeros(2, requires_grad=True), use_reentrant=False, context_fn=RoutedOnce("layer").contexts)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "reason"),
+    [
+        ("llama", 2, "has no stacked experts"),
+        ("mixtral", 3, "has 4 experts, which do not divide by 3"),
+        ({"from_config": FAMILIES["mixtral"] | {"hidden_size": 36, "intermediate_size": 50}}, 2, "cannot shard each expert evenly"),
+    ],
+)
+def test_model_whose_experts_cannot_be_divided_is_refused(model: Any, size: int, reason: str) -> None:
+    """Also by `validate`, which inspects the model without weights."""
+    recipe = recipe_of(model, 3 * size if size == 3 else 14, fsdp={"ep_size": size})
+    (problem,) = find_facts(recipe).problems
+    assert (problem.code, problem.where and problem.where.key) == ("experts-not-divisible", "fsdp.ep_size")
+    assert reason in problem.message
