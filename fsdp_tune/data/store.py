@@ -85,7 +85,7 @@ class StoredExample(NamedTuple):
     origin: Origin
 
 
-class Piece(NamedTuple):
+class ExamplePiece(NamedTuple):
     """Consecutive tokens of an example in a row."""
 
     example: int
@@ -199,12 +199,13 @@ class RowStore:
         file, row = (int(number) for number in self._origins[index])
         return StoredExample(self._tokens[begin:end], self._trained[begin:end], (self.files[file], row))
 
-    def pieces(self, index: int) -> list[Piece]:
+    def pieces(self, index: int) -> list[ExamplePiece]:
         """Return the piece of an example that each segment of a row holds."""
         segments = self._segments[self._rows[index] : self._rows[index + 1]]
         examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
         firsts = segments[:, 0] - self._examples[examples]
-        return list(map(Piece, examples.tolist(), firsts.tolist(), segments[:, 1].tolist()))
+        found = zip(examples.tolist(), firsts.tolist(), segments[:, 1].tolist(), strict=True)
+        return [ExamplePiece(example, first_token=first, tokens=tokens) for example, first, tokens in found]
 
     def segments(self) -> Segments:
         """Return a table of all segments of the set, row by row."""

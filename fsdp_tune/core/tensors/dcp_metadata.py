@@ -69,7 +69,7 @@ def _names() -> dict[tuple[str, str], AllowedGlobal]:
 NAMES = _names()
 
 
-class StoredTensor(NamedTuple):
+class ChunkedTensor(NamedTuple):
     """Dtype, shape and chunks of a tensor of a checkpoint, the chunks in the order of `.metadata`."""
 
     dtype: DType
@@ -93,7 +93,7 @@ class DcpMetadata:
         entry = self.entries[name]
         return not isinstance(entry, Record) or entry.kind.name != "BytesStorageMetadata"
 
-    def tensor(self, name: str) -> StoredTensor:
+    def tensor(self, name: str) -> ChunkedTensor:
         """Return one entry. Raises: Refused if it is damaged or its bytes have no location."""
         entry, chunks = self.entries[name], list[StoredChunk]()
         for item in _field(entry, "TensorStorageMetadata", "chunks", list):
@@ -105,7 +105,7 @@ class DcpMetadata:
         dtype = _field(_field(entry, "TensorStorageMetadata", "properties", Record), "TensorProperties", "dtype", AllowedGlobal).value
         if not isinstance(dtype, DType):
             raise Refused(f"it does not give the element type of `{name}`")
-        return StoredTensor(dtype, _shape(entry, "TensorStorageMetadata", "size"), chunks)
+        return ChunkedTensor(dtype, _shape(entry, "TensorStorageMetadata", "size"), chunks)
 
 
 def _ranges(stored: dict[Any, Any]) -> dict[tuple[str, Shape], tuple[str, int, int]]:

@@ -206,7 +206,7 @@ def _copy(work: _Work, placed: Placed) -> None:
             )
 
 
-class _Sample(NamedTuple):
+class _WrittenSample(NamedTuple):
     """Bytes of a file, and their digest."""
 
     offset: int
@@ -214,10 +214,12 @@ class _Sample(NamedTuple):
     digest: bytes
 
 
-def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor], found: Sequence[Box], handle: IO[bytes]) -> list[_Sample]:
+def _copy_values(
+    work: _Work, placed: Placed, tensors: Sequence[SourceTensor], found: Sequence[Box], handle: IO[bytes]
+) -> list[_WrittenSample]:
     """Write one tensor. Returns a sample of each box."""
     parts = [_Contribution.make(tensor, work.buffers) for tensor in tensors]
-    digest, counts, samples = xxhash.xxh3_128(), NonFinite(), list[_Sample]()
+    digest, counts, samples = xxhash.xxh3_128(), NonFinite(), list[_WrittenSample]()
     handle.seek(placed.first_byte)
     for box in found:
         if work.stop.is_set():
@@ -227,7 +229,7 @@ def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor], f
         # At another position in each box, so that an error that repeats at one position is found.
         start = len(samples) % max(1, len(raw) // SAMPLE_BYTES) * SAMPLE_BYTES
         sample = raw[start : start + SAMPLE_BYTES]
-        samples.append(_Sample(handle.tell() + start, len(sample), xxhash.xxh3_128_digest(sample)))
+        samples.append(_WrittenSample(handle.tell() + start, len(sample), xxhash.xxh3_128_digest(sample)))
         DISK.write(handle, raw)
         work.advance(len(raw))
     for part in parts:
@@ -238,7 +240,7 @@ def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor], f
     return samples
 
 
-def _reads_back(handle: IO[bytes], buffer: Array, sample: _Sample) -> bool:
+def _reads_back(handle: IO[bytes], buffer: Array, sample: _WrittenSample) -> bool:
     found = buffer.data[: sample.size_bytes]
     count = os.preadv(handle.fileno(), [found], sample.offset)
     return count == sample.size_bytes and xxhash.xxh3_128_digest(found) == sample.digest

@@ -65,12 +65,13 @@ class LeanAdamW(torch.optim.AdamW):
         gradient = _flat(parameter.grad)
         beta1, beta2 = group["betas"]
         update = FUSED_ADAMW.get()
-        for start, length, index in _pieces(parameter):
-            pieces = [tensor[start : start + length] for tensor in stored]
+        for part in _pieces(parameter):
+            elements = slice(part.start, part.start + part.length)
+            pieces = [tensor[elements] for tensor in stored]
             wide = [piece.float() for piece in pieces]
             update(
                 [wide[0]],
-                [gradient[start : start + length].float()],
+                [gradient[elements].float()],
                 [wide[1]],
                 [wide[2]],
                 [],
@@ -86,7 +87,7 @@ class LeanAdamW(torch.optim.AdamW):
             stochastic = (self.rounds_parameters, True, True)
             for piece, values, key, is_stochastic in zip(pieces, wide, keys, stochastic, strict=True):
                 if piece.dtype != values.dtype:  # otherwise the kernel updated the stored tensor itself
-                    piece.copy_(round_stochastically(values, index, key) if is_stochastic else values)
+                    piece.copy_(round_stochastically(values, part.full_index, key) if is_stochastic else values)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         super().load_state_dict(state_dict)
