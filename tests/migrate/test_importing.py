@@ -302,6 +302,18 @@ def test_entries_of_dataset_info_are_sources_and_have_rows_of_their_own(tmp_path
     }
 
 
+@pytest.mark.parametrize(
+    ("more", "shuffle", "fate"),
+    [("", False, "converted"), ("val_size: 0.1\n", True, "question"), ("streaming: true\nmax_steps: 9\n", True, "question")],
+)
+def test_order_of_the_files_is_kept_where_llama_factory_keeps_it(more: str, shuffle: bool, fate: str, tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: d\ntemplate: llama3\n"
+    result = from_text(tmp_path, f"{text}disable_shuffling: true\n{more}")
+    assert (values(result)["data.shuffle"], row(result, "disable_shuffling")[0]) == (shuffle, fate)
+    off = from_text(tmp_path, f"{text}disable_shuffling: false\n{more}")
+    assert (values(off)["data.shuffle"], row(off, "disable_shuffling")[0]) == (True, "dropped")
+
+
 def test_without_dataset_info_the_data_set_is_a_question(tmp_path: Path) -> None:
     result = imported(tmp_path, "llama-factory")
     assert row(result, "dataset")[0] == "question"

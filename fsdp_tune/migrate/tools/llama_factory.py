@@ -225,6 +225,18 @@ _CUT = "prompt and answer of a longer row are cut in proportion there; here its 
 _PACKED = "examples in one row never see each other here, as with `neat_packing`"
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "galore_layerwise", "apollo_layerwise")
 _LOSSES = ("use_asft_loss", "use_eaft_loss", "use_llama_pro", "mixture_of_depths", "shift_attn", "pissa_convert", "use_kt")
+
+
+def _order(key: FileKey) -> Outcome:
+    """`SequentialSampler`, over rows that a held-out part or a stream's buffer has shuffled before."""
+    if not is_on(key.value):
+        return Drop("off: rows are shuffled in each epoch, as here")
+    if is_on(key.of_file("streaming") or False) or key.of_file("val_size"):
+        words = "LLaMA-Factory keeps the order of one shuffle, which a held-out part and a stream's buffer need"
+        return Ask(f"{words}: write `data: {{shuffle: false}}` for the order of the files, or leave it out", "data.shuffle")
+    return Write({"data.shuffle": False})
+
+
 _QUANTISED = "weights that are quantised already are not trained: name the original model"
 
 RULES: Rules = {
@@ -244,6 +256,7 @@ RULES: Rules = {
     "pure_bf16": implies({"model.dtype": "bf16", "precision.mixed_precision": "bf16"}),
     "use_muon": implies({"training.optim": "muon"}),
     "buffer_size": same("data.shuffle_buffer_size"),
+    "disable_shuffling": _order,
     "plot_loss": Drop("the run card has the curve of the loss"),
     "quantization_method": fine_or(("bnb", "bitsandbytes"), "4 bits are NF4 here, as in bitsandbytes", _QUANTISED, "quantization.load"),
     **each(("use_unsloth", "use_unsloth_gc"), Drop("kernels are chosen in `kernels:`")),
