@@ -12,7 +12,7 @@ from typing import cast
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.secrets import mask_text, masked
 from fsdp_tune.core.units import ScalarError, parse_plain
-from fsdp_tune.core.values import json_list, json_object
+from fsdp_tune.core.values import as_list, as_mapping
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.kinds import Affects
@@ -49,11 +49,11 @@ class DifferentKey(JsonAnswer):
 def different_paths(a: object, b: object, path: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the paths at which two documents differ; a list whose length differs is one value."""
     if isinstance(a, dict) and isinstance(b, dict):
-        one, other = json_object(a), json_object(b)
+        one, other = as_mapping(a), as_mapping(b)
         for key in [*one, *(key for key in other if key not in one)]:
             yield from different_paths(one.get(key), other.get(key), (*path, key))
-    elif isinstance(a, list) and isinstance(b, list) and len(json_list(a)) == len(json_list(b)):
-        for index, (one, other) in enumerate(zip(json_list(a), json_list(b), strict=True)):
+    elif isinstance(a, list) and isinstance(b, list) and len(as_list(a)) == len(as_list(b)):
+        for index, (one, other) in enumerate(zip(as_list(a), as_list(b), strict=True)):
             yield from different_paths(one, other, (*path, index))
     elif a != b or isinstance(a, bool) is not isinstance(b, bool):
         yield path
@@ -61,7 +61,7 @@ def different_paths(a: object, b: object, path: KeyPath = ()) -> Iterator[KeyPat
 
 def with_passed_defaults(document: Mapping[str, object]) -> dict[str, object]:
     """Return a resolved recipe with the defaults of TrainingArguments written out: left out, they mean the same."""
-    written = json_object(document.get("training"))
+    written = as_mapping(document.get("training"))
     defaults = {name: value for name, value in passed_defaults().items() if value is not None and written.get(name) is None}
     return {**document, "training": {**written, **defaults}}
 
@@ -69,7 +69,7 @@ def with_passed_defaults(document: Mapping[str, object]) -> dict[str, object]:
 def value_at(document: object, path: KeyPath) -> object:
     """Return the value at a path; None if there is none."""
     for part in path:
-        document = json_object(document).get(part) if isinstance(part, str) else next(iter(json_list(document)[part : part + 1]), None)
+        document = as_mapping(document).get(part) if isinstance(part, str) else next(iter(as_list(document)[part : part + 1]), None)
     return document
 
 
@@ -82,11 +82,11 @@ def with_values(document: Mapping[str, object], source: Mapping[str, object], pa
         holder_of_value = value_at(source, path[:-1])
         if isinstance(part, int):
             if isinstance(holder, list):
-                json_list(holder)[part] = value
+                as_list(holder)[part] = value
         elif not isinstance(holder_of_value, dict) or part not in holder_of_value:
-            json_object(holder).pop(part, None)
+            as_mapping(holder).pop(part, None)
         else:
-            json_object(holder)[part] = value
+            as_mapping(holder)[part] = value
     return made
 
 
@@ -153,9 +153,9 @@ def _safe(path: KeyPath, value: object) -> object:
     if path[:2] == _ENVIRONMENT and isinstance(value, str):
         return masked(str(path[-1]), value)
     if isinstance(value, dict):
-        return {key: _safe(path, each) for key, each in json_object(value).items()}
+        return {key: _safe(path, each) for key, each in as_mapping(value).items()}
     if isinstance(value, list):
-        return [_safe(path, each) for each in json_list(value)]
+        return [_safe(path, each) for each in as_list(value)]
     return mask_text(value) if isinstance(value, str) else value
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.secrets import mask_text
-from fsdp_tune.core.values import json_list, json_object
+from fsdp_tune.core.values import as_list, as_mapping
 
 Document = dict[str, object]
 """A JSON object that is sent or answered."""
@@ -115,7 +115,7 @@ class OpenAIServer:
                 hint = f"`{self.url}/v1` is the usual address"
                 raise usage_error("server-response", f"`{self.url}/models` is not found on the server: {error}", hint=hint) from error
             raise self._unusable("/models", str(error), error.status) from error
-        names = [str(each["id"]) for each in map(json_object, json_list(found.get("data"))) if "id" in each]
+        names = [str(each["id"]) for each in map(as_mapping, as_list(found.get("data"))) if "id" in each]
         if wanted is not None:
             return wanted
         if len(names) != 1:
@@ -245,7 +245,7 @@ class OpenAIServer:
             found = None
         if not isinstance(found, dict):
             raise self._unusable(url.removeprefix(self.url), "it is not a JSON object", None)
-        return json_object(found)
+        return as_mapping(found)
 
     def _http_error(self, url: str, error: urllib.error.HTTPError) -> Exception:
         with error:
@@ -315,7 +315,7 @@ def _words(raw: bytes, otherwise: str) -> str:
     except (ValueError, RecursionError):
         found = None
     for name in ("error", "message", "detail"):
-        found = json_object(found).get(name, found)
+        found = as_mapping(found).get(name, found)
     if isinstance(found, str):
         text = found
     line = next(iter(text.splitlines()), "")
@@ -323,15 +323,15 @@ def _words(raw: bytes, otherwise: str) -> str:
 
 
 def _ids(found: object) -> tuple[int, ...] | None:
-    ids = tuple(each for each in json_list(found) if type(each) is int)
-    return ids if isinstance(found, list) and len(ids) == len(json_list(found)) else None
+    ids = tuple(each for each in as_list(found) if type(each) is int)
+    return ids if isinstance(found, list) and len(ids) == len(as_list(found)) else None
 
 
 def _choice(found: Document) -> Document:
-    choices = json_list(found.get("choices"))
+    choices = as_list(found.get("choices"))
     if not choices or not isinstance(choices[0], dict):
         raise RefusedError(200, "the answer has no `choices`")
-    return json_object(choices[0])
+    return as_mapping(choices[0])
 
 
 def _text_or_none(found: object) -> str | None:
@@ -339,13 +339,13 @@ def _text_or_none(found: object) -> str | None:
 
 
 def _prompt_tokens(found: Document) -> int | None:
-    count = json_object(found.get("usage")).get("prompt_tokens")
+    count = as_mapping(found.get("usage")).get("prompt_tokens")
     return count if type(count) is int else None
 
 
 def _chat_answer(found: Document) -> ServedAnswer:
     choice = _choice(found)
-    message = json_object(choice.get("message"))
+    message = as_mapping(choice.get("message"))
     is_in_parts = any(message.get(name) for name in ("reasoning_content", "reasoning", "tool_calls"))
     text = None if is_in_parts else str(message.get("content") or "")
     tokens = _tokens(choice.get("logprobs"))
@@ -362,21 +362,21 @@ def _text_answer(found: Document) -> ServedAnswer:
 
 def _tokens(found: object) -> tuple[ServedToken, ...]:
     """Return the tokens of a chat (`content`), which llama.cpp gives for texts too, or of a text (`tokens`, `token_logprobs`)."""
-    logprobs = json_object(found)
+    logprobs = as_mapping(found)
     if isinstance(logprobs.get("content"), list):
-        return tuple(_token(json_object(each)) for each in json_list(logprobs["content"]) if isinstance(each, dict))
-    tops = json_list(logprobs.get("top_logprobs"))
-    pairs = zip(json_list(logprobs.get("tokens")), json_list(logprobs.get("token_logprobs")), strict=False)
+        return tuple(_token(as_mapping(each)) for each in as_list(logprobs["content"]) if isinstance(each, dict))
+    tops = as_list(logprobs.get("top_logprobs"))
+    pairs = zip(as_list(logprobs.get("tokens")), as_list(logprobs.get("token_logprobs")), strict=False)
     return tuple(_plain(text, value, _tops(tops[at]) if at < len(tops) else ()) for at, (text, value) in enumerate(pairs))
 
 
 def _tops(found: object) -> list[ServedToken]:
     """Return the most probable tokens of a position, given as log-probability by text."""
-    return [_plain(*each) for each in json_object(found).items()]
+    return [_plain(*each) for each in as_mapping(found).items()]
 
 
 def _token(raw: Document) -> ServedToken:
-    tops = [json_object(each) for each in json_list(raw.get("top_logprobs")) if isinstance(each, dict)]
+    tops = [as_mapping(each) for each in as_list(raw.get("top_logprobs")) if isinstance(each, dict)]
     found = _plain(raw.get("token"), raw.get("logprob"), [_token({**each, "top_logprobs": None}) for each in tops])
     own = raw.get("id")
     return ServedToken(own if type(own) is int else found.id, found.text, found.logprob, found.top)

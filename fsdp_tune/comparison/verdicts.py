@@ -13,7 +13,7 @@ from typing import Literal
 from fsdp_tune.comparison.causes import affects_of
 from fsdp_tune.comparison.identity import are_same_files
 from fsdp_tune.comparison.stages import DATA_STAGES, ComparedStage, Observation
-from fsdp_tune.core.values import json_object
+from fsdp_tune.core.values import as_mapping
 from fsdp_tune.data.read.file_access import FileDigests
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.schema.kinds import Affects
@@ -69,7 +69,7 @@ def unsettled_keys(
         if path[:2] in PATTERNS and "update" in equal:
             return are_chosen_alike
         if name == "training.optim" and "update" in equal:
-            training = [json_object(each.get("training")) for each in recipes]
+            training = [as_mapping(each.get("training")) for each in recipes]
             return all(each.get("optim") in (None, *SAME_UPDATE) and not each.get("optim_args") for each in training)
         if name == "training.global_batch_size":
             return "batch" in equal

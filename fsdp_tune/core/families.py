@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fsdp_tune.core.values import json_object
+from fsdp_tune.core.values import as_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def is_embedding(name: str) -> bool:
 
 def tie_setting(config: Mapping[str, object]) -> bool | None:
     """Return whether a `config.json` ties head and embedding; None if it is left to the model class."""
-    settings = (config.get(TIE_KEY), json_object(config.get("text_config")).get(TIE_KEY))
+    settings = (config.get(TIE_KEY), as_mapping(config.get("text_config")).get(TIE_KEY))
     return next((each for each in settings if isinstance(each, bool)), None)
 
 
@@ -273,7 +273,7 @@ def part_of(name: str, layers: int) -> str:
 def without_next_token_layers(config: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json without the layers of `NEXT_TOKEN_LAYERS`, nested configurations included."""
     return {
-        name: without_next_token_layers(json_object(value))
+        name: without_next_token_layers(as_mapping(value))
         if _is_nested(name, value)
         else 0
         if name in NEXT_TOKEN_LAYERS and isinstance(value, int)
@@ -375,7 +375,7 @@ def with_changes(config: Mapping[str, object], changes: Mapping[str, object]) ->
 def with_old_spellings(config: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json of transformers 5 that transformers 4 reads too, nested configurations included."""
     old: dict[str, object] = {
-        name: with_old_spellings(json_object(value)) if _is_nested(name, value) else with_floats(value) for name, value in config.items()
+        name: with_old_spellings(as_mapping(value)) if _is_nested(name, value) else with_floats(value) for name, value in config.items()
     }
     return old | _old_rope_fields_of(config) | old_names(config, config)
 

@@ -132,7 +132,7 @@ class _Comments:
         for name, inner in as_mapping(node).items():
             yield from self.entry((*target, name), inner, indent + 1)
         for index, item in enumerate(as_list(node)):
-            yield from self._item((*target, index), item, indent)
+            yield from self._item((*target, index), as_mapping(item), indent)
 
     def _item(self, target: KeyPath, item: Mapping[str, object], indent: int) -> Iterator[str]:
         """An entry of a list: its first key has the dash."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
 from fsdp_tune.core.tensors.encoded import FLOATS, MXFP4_BLOCK, Encoded, StoredType, Unread, blocks_of
 from fsdp_tune.core.tensors.gptq import AWQ, GPTQ, format_of, of_awq, of_gptq
-from fsdp_tune.core.values import json_list, json_object
+from fsdp_tune.core.values import as_list, as_mapping
 
 FP8, MXFP8, COMPRESSED, MXFP4, BITSANDBYTES = "fp8", "mxfp8", "compressed-tensors", "mxfp4", "bitsandbytes"
 MODELOPT = "modelopt"
@@ -63,7 +63,7 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
         found = config.get(key)
         if isinstance(found, dict) and found:
             return cast("dict[str, Any]", found)
-    nested = (quantisation_of(json_object(value)) for key, value in config.items() if key.endswith("_config"))
+    nested = (quantisation_of(as_mapping(value)) for key, value in config.items() if key.endswith("_config"))
     return next(filter(None, nested), dict[str, Any]())
 
 
@@ -81,7 +81,7 @@ def settings_of_files(read: Callable[[str], Mapping[str, Any] | None], tensors: 
     found = quantisation_of(read("config.json") or {})
     if found or not any(name.endswith(".weight_scale") or is_of_activations(name) for name in tensors):
         return found
-    written = json_object(json_object(read(MODELOPT_FILE)).get("quantization"))
+    written = as_mapping(as_mapping(read(MODELOPT_FILE)).get("quantization"))
     return {"quant_method": MODELOPT, **written} if written else {}
 
 
@@ -96,7 +96,7 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
         method = MODELOPT  # `modelopt_fp4`, `modelopt_mixed`: the tensors of each layer decide
     if method in (GPTQ, AWQ) and (form := format_of(method, settings)) is not None:
         return f"{method}, {form}"
-    sparsity = json_object(settings.get("sparsity_config")).get("format") or "dense"
+    sparsity = as_mapping(settings.get("sparsity_config")).get("format") or "dense"
     if method == COMPRESSED and settings.get("transform_config"):
         return f"{method} with transform_config"  # weights are rotated, and layers rotate their input
     return f"{method}, {sparsity}" if method == COMPRESSED and sparsity != "dense" else method
@@ -210,11 +210,11 @@ _COMPRESSED_FORMATS = (
 
 
 def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterable[Encoded | Unread]:
-    groups = [json_object(each) for each in json_object(settings.get("config_groups")).values()]
-    weights = [json_object(group.get("weights")) for group in groups]
+    groups = [as_mapping(each) for each in as_mapping(settings.get("config_groups")).values()]
+    weights = [as_mapping(group.get("weights")) for group in groups]
     formats = {str(each) for each in (settings.get("format"), *(group.get("format") for group in groups)) if each}
     bits = {each.get("num_bits") for each in weights}
-    structures = [json_list(each.get("block_structure")) for each in weights]
+    structures = [as_list(each.get("block_structure")) for each in weights]
     structure = cast("list[int]", next((each for each in structures if each), list[object]()))
     is_known = formats <= {*_COMPRESSED_FORMATS}
     for scales in [name for name in tensors if name.endswith("weight_scale")]:

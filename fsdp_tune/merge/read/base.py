@@ -13,7 +13,7 @@ from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
 from fsdp_tune.core.tensors.encoded import Encoded, StoredType
 from fsdp_tune.core.tensors.encodings import find_encodings, is_of_activations, settings_of_files
-from fsdp_tune.core.values import json_object
+from fsdp_tune.core.values import as_mapping
 from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
 from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceFiles, SourceTensor
@@ -63,7 +63,7 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, Sou
 
 
 def _read(path: Path) -> dict[str, object] | None:
-    return json_object(json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))) if path.is_file() else None
+    return as_mapping(json.loads(read_regular(path, most_bytes=MAX_CONFIG_BYTES))) if path.is_file() else None
 
 
 def _dtype_of(config: Mapping[str, object]) -> DType:

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.values import json_object
+from fsdp_tune.core.values import as_mapping
 from fsdp_tune.core.version import shipped
 from fsdp_tune.recipe.schema.keys import closest
 
@@ -51,5 +51,5 @@ def headline(path: Path) -> str:
 
 def architecture(name: str) -> dict[str, object] | None:
     """Return the bundled `config.json` fields of a hub model, for use without network access; None for a model without a bundled config."""
-    configs = json_object(json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes()))
-    return json_object(configs[name]) if name in configs else None
+    configs = as_mapping(json.loads(resources.files("fsdp_tune.recipe").joinpath("model_configs.json").read_bytes()))
+    return as_mapping(configs[name]) if name in configs else None
