@@ -18,7 +18,7 @@ from fsdp_tune.comparison.causes import (
 )
 from fsdp_tune.core.errors import Where
 from fsdp_tune.recipe.key_paths import KeyPath
-from fsdp_tune.recipe.read.loader import _value
+from fsdp_tune.recipe.read.overrides import _value
 from fsdp_tune.recipe.read.yaml_source import plain_value
 
 A: dict[str, Any] = {"data": {"train": [{"path": "a"}, {"path": "b"}], "packing": True}, "lora": None, "training": {"seed": 1}}
