@@ -48,7 +48,7 @@ from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.predict.timing import efficiency_of
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.planner.tracing import Tracing
-from fsdp_tune.recipe.read.loader import architecture
+from fsdp_tune.recipe.read.catalogue import architecture
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema.recipe import Recipe
 
