@@ -13,10 +13,8 @@ REFUSED = [
     ("fsdp: {ep_size: 2, auto_wrap_policy: SIZE_BASED_WRAP}", "SIZE_BASED_WRAP"),
     ("fsdp: {ep_size: 2, ignored_modules: lm_head}", "`fsdp.ignored_modules`"),
     ("fsdp: {ep_size: 2, reshard_after_forward: 2}", "`fsdp.reshard_after_forward: 2` (ranks)"),
-    ("fsdp: {ep_size: 2, reshard_after_backward: auto}", "`fsdp.reshard_after_backward: auto`"),
     ("fsdp: {ep_size: 2, offload_params: true}", "`fsdp.offload_params: true`"),
     ("fsdp: {ep_size: 2, activation_checkpointing: selective}", "selective"),
-    ("fsdp: {ep_size: 2, activation_checkpointing: auto}", "`fsdp.activation_checkpointing: auto`"),
     ("fsdp: {ep_size: 2, activation_checkpointing: full, activation_checkpointing_offload: true}", "_offload: true`"),
     ("fsdp: {ep_size: 2}\nprecision: {mixed_precision: fp8}", "`precision.mixed_precision: fp8`"),
     ("fsdp: {ep_size: 2}\nprecision: {mixed_precision: fp16}", "`precision.mixed_precision: fp16`"),
@@ -35,6 +33,7 @@ REFUSED = [
 ]
 TAKEN = [
     "fsdp: {ep_size: 2, activation_checkpointing: full, sharding_strategy: SHARD_GRAD_OP, reshard_after_backward: false}",
+    "fsdp: {ep_size: 2, activation_checkpointing: auto, reshard_after_backward: auto}",
     "fsdp: {ep_size: 2}\nlora: {}",
     "fsdp: {ep_size: 2}\nkernels: {experts: eager}",
 ]
