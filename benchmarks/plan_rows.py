@@ -43,9 +43,8 @@ import yaml
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import Hardware, find_hardware
-from fsdp_tune.planner.predict.experts import expert_rows
+from fsdp_tune.planner.predict.mixture import with_ep_size
 from fsdp_tune.planner.predict.predict import plan
-from fsdp_tune.planner.predict.timing import efficiency_of
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.planner.tracing import Tracing
 from fsdp_tune.recipe.read.catalogue import architecture
@@ -174,21 +173,11 @@ Figures = dict[str, float | None]
 
 def figures_of(row: Row, recipe: Recipe, trace: Trace) -> Figures | str:
     """Return the predictions of a run, or why there are none."""
-    hardware, ranks = find_hardware(row.gpu), int(row.ranks)
-    if row.ep != "1":
-        found = expert_rows(trace, hardware, recipe.launch.num_machines, efficiency_of(hardware), with_sizes=(1, int(row.ep)))
-        divided = next((each for each in found if str(each.ep_size) == row.ep), None)
-        if divided is None:
-            return f"{row.ep} ranks cannot divide the experts"
-        speed = divided.tokens_per_second_per_device
-        return {
-            "tokens/s/GPU": speed,
-            "tokens/s": speed * ranks,
-            "s/step": divided.step_seconds,
-            "GiB allocated": divided.peak_allocated_gib,
-            "GiB reserved": None,
-        }
-    made = plan(recipe, hardware, trace)
+    ranks = int(row.ranks)
+    try:
+        made = plan(recipe, find_hardware(row.gpu), with_ep_size(trace, int(row.ep)))
+    except FsdpTuneError as error:
+        return error.problems[0].message
     of_device = made.tokens_per_second_per_device
     return {
         "tokens/s/GPU": of_device,

@@ -246,7 +246,7 @@ _EXPERTS_HEAD = ("ranks", "fits", "GiB", "s/step", "tokens/s/GPU", "gathers", "a
 def _expert_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
-            str(row.ep_size),
+            f"{row.ep_size} (yours)" if row.is_yours else str(row.ep_size),
             row.fits,
             f"{row.device_gib:.1f}",
             format_figure(row.step_seconds),

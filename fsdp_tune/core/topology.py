@@ -120,10 +120,10 @@ class Topology:
         sizes = {each.key: getattr(self, name) for name, each in DIMENSIONS.items() if each.key in ROW_KEYS}
         return {f"parallelism.{key}": size for key, size in sizes.items() if size > 1}
 
-    @property
-    def open_files_needed(self) -> int:
-        """Open files of a rank: gloo connects it with all others for each group."""
-        return _OPEN_FILES + (_GLOO_GROUPS + _GLOO_GROUPS_OF_ROWS * len(self.row_keys())) * self.world_size
+    def open_files_needed(self, other_groups: int = 0) -> int:
+        """Return the open files of a rank: gloo connects it with all others for each group, of which `other_groups` are of meshes that
+        are not the model's."""
+        return _OPEN_FILES + (_GLOO_GROUPS + _GLOO_GROUPS_OF_ROWS * len(self.row_keys()) + other_groups) * self.world_size
 
     def data_rank(self, rank: int) -> int:
         """Return the group of `data_size` that a rank belongs to."""

@@ -123,7 +123,7 @@ def notices_of_machine(recipe: Recipe, plan: LaunchPlan) -> list[Notice]:
             machine=plan.machine_rank,
             host=str(facts["name"]),
             open_files_limit=None if limit == resource.RLIM_INFINITY else limit,
-            open_files_needed=recipe.topology.open_files_needed,
+            open_files_needed=recipe.open_files_needed,
             locked_memory_limit_bytes=facts["locked_memory_limit_bytes"],
             shared_memory_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
             gpu_before=states[place] if place < len(states) else None,

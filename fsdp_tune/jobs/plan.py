@@ -29,11 +29,12 @@ from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.gpu_file import find_or_read_hardware
 from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, learn, read_run
-from fsdp_tune.planner.predict.experts import LOADS_ASSUMED, expert_rows, why_experts
+from fsdp_tune.planner.predict.experts import expert_rows, why_experts
 from fsdp_tune.planner.predict.memory import disk
+from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED
 from fsdp_tune.planner.predict.predict import Plan, ScalingRow, SmallestHardware
 from fsdp_tune.planner.predict.predict import plan as predict
-from fsdp_tune.planner.predict.timing import Efficiency, efficiency_of
+from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure, efficiency_of
 from fsdp_tune.planner.search.alternatives import devices_of_machine, differences
 from fsdp_tune.planner.search.candidates import PlannedRecipe, Search
 from fsdp_tune.planner.search.scaling import forced_changes, machines_for, scaling_table
@@ -156,10 +157,13 @@ class PlanSession:
         return predict(self.recipe, self.hardware, self.trace(), efficiency=self.efficiency)
 
     def with_experts(self, made: Plan) -> Plan:
-        """Add what expert parallelism would change to the plan of this recipe."""
+        """Add to the plan of this recipe what other numbers of ranks that divide the experts would change."""
         efficiency = self.efficiency or efficiency_of(self.hardware)
-        rows = expert_rows(self.trace(), self.hardware, self.recipe.launch.num_machines, efficiency)
-        assumed = [LOADS_ASSUMED] if rows else []
+        try:
+            rows = expert_rows(self.trace(), self.hardware, self.recipe.launch.num_machines, efficiency)
+        except UnknownFigure as error:
+            return replace(made, unknown=[*made.unknown, f"experts: {error}"])
+        assumed = [LOADS_ASSUMED] if rows and LOADS_ASSUMED not in made.assumptions else []
         return replace(made, experts=rows, experts_because=why_experts(rows), assumptions=[*made.assumptions, *assumed])
 
     def plan_other(self, recipe: Recipe) -> Plan:

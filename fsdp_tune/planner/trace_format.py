@@ -147,6 +147,9 @@ class Shapes:
     traced_steps: int
     topology: Topology
     is_sharded: bool = True
+    ep_size: int = 1
+    """Ranks that divide the experts of a layer in the predicted step. The tables of a trace are always those of one
+    (`predict.mixture`)."""
 
     @property
     def shards(self) -> int:

@@ -323,6 +323,11 @@ class _Resolver:
             strategy = self.recipe.fsdp.sharding_strategy
             message = f"`{strategy}` on one machine: two copies of the model, each over {sizes.copy_size} ranks"
             self.add_notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
+        ep, local = self.recipe.fsdp.ep_size, world.local_size
+        if world.machines > 1 and local % ep:
+            message = f"`fsdp.ep_size: {ep}` with {local} ranks on a machine exchanges tokens between machines, in every layer"
+            hint = f"`--set fsdp.ep_size={math.gcd(ep, local)}` keeps them on a machine; `fsdp-tune plan` compares sizes"
+            self.add_notice("experts-across-machines", ("fsdp.ep_size",), message, hint)
 
     def unsized(self, world: World) -> None:
         """Give a recipe that is refused the sizes of one copy, so that its model can still be inspected."""

@@ -10,12 +10,15 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.topology import ROW_KEYS
-from fsdp_tune.recipe.world import readers
+from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
+from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.world import World, experts_divide, readers
 from fsdp_tune.rehearsal.lifecycle_checks import Check, run_fsdp_tune, run_torch_script
 from fsdp_tune.rehearsal.scale_down import ROWS, ScaledRecipe
 from fsdp_tune.run.directory import RunDir
@@ -64,7 +67,8 @@ def make_comparable(small: ScaledRecipe) -> ScaledRecipe:
     kept = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "seed", "data_seed"}
     kept |= {"weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "report_to", "logging_steps", "eval_strategy"}
     document["training"] = {name: value for name, value in document["training"].items() if name in kept} | {
-        "optim": "adamw_torch",
+        # Divided experts are updated by fused AdamW alone.
+        "optim": DEFAULT_OPTIMIZER if document.get("fsdp", {}).get("ep_size", 1) > 1 else "adamw_torch",
         "lr_scheduler_type": "cosine",
         "learning_rate": LEARNING_RATE,
         "warmup_steps": WARMUP_STEPS,
@@ -100,7 +104,24 @@ def switches(document: dict[str, Any]) -> list[Switch]:
         found.append(Switch(f"offload_params {str(offload).lower()}", {"fsdp": {"offload_params": offload}}))
     if sharded and fsdp.get("auto_wrap_policy") != "NO_WRAP":
         found.append(Switch("auto_wrap_policy NO_WRAP", {"fsdp": {"auto_wrap_policy": "NO_WRAP", "forward_prefetch": False}}))
-    return [*found, *_batches(document), *_precision(document)]
+    if fsdp.get("ep_size", 1) > 1:
+        found.append(Switch("ep_size 1", {"fsdp": {"ep_size": 1}}))
+    return [_possible(document, switch) for switch in (*found, *_batches(document), *_precision(document))]
+
+
+def _possible(document: dict[str, Any], switch: Switch) -> Switch:
+    """Return the switch with all experts on every rank if it excludes that ranks divide them."""
+    changed = _switched(document, switch)
+    recipe, world = Recipe.model_validate(changed), World(changed["launch"]["num_processes"], 1)
+    if not any(True for rule in EXPERT_PARALLEL_RULES for _ in rule(recipe)) and not any(True for _ in experts_divide(recipe, world)):
+        return switch
+    undivided = {"fsdp": switch.changes.get("fsdp", {}) | {"ep_size": 1}}
+    return replace(switch, name=f"{switch.name}, ep_size 1", changes=switch.changes | undivided)
+
+
+def _switched(document: dict[str, Any], switch: Switch) -> dict[str, Any]:
+    result = document | {"precision": document.get("precision", {}) | {"mixed_precision": switch.precision}}
+    return result | {section: result.get(section, {}) | keys for section, keys in switch.changes.items()}
 
 
 def _batches(document: dict[str, Any]) -> list[Switch]:
@@ -152,10 +173,7 @@ def parity_checks(base: ScaledRecipe, folder: Path, options: Sequence[str] = ())
 
 def _train(base: ScaledRecipe, switch: Switch, run: RunDir, options: Sequence[str]) -> str | None:
     """Train one switch. Returns None, or why the run failed."""
-    document: dict[str, Any] = copy.deepcopy(base.document) | {"output_dir": str(run.path), "name": run.name}
-    document["precision"] = document.get("precision", {}) | {"mixed_precision": switch.precision}
-    for section, keys in switch.changes.items():
-        document[section] = document.get(section, {}) | keys
+    document = _switched(base.document, switch) | {"output_dir": str(run.path), "name": run.name}
     result = run_fsdp_tune("train", "--config", str(ScaledRecipe(document).write(run.path.parent, f"{run.name}.yaml")), *options)
     return None if result.exit_code == 0 else result.error
 

@@ -343,7 +343,8 @@ def _experts(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], ran
     fewer = math.gcd(given, max(1, ranks // copies), families.EXPERTS.of(scale_down_config(config)) or given)
     if fewer != given:
         small.document["fsdp"]["ep_size"] = fewer
-        small.changes.append(f"fsdp.ep_size: {fewer} instead of {given}")
+        missing = "; the exchange of tokens is NOT rehearsed" if fewer == 1 else ""
+        small.changes.append(f"fsdp.ep_size: {fewer} instead of {given}{missing}")
 
 
 _NUMBER_IN_REGEX = re.compile(r"(?<![\w{,\[-])\d+(?![\w},\]-])")

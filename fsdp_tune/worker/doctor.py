@@ -146,7 +146,7 @@ def _measure(recipe: Recipe, rank: ranks.Rank, request: HealthRequest, files: He
         host=str(facts["name"]),
         versions=versions(),
         open_files_limit=None if limit == resource.RLIM_INFINITY else limit,
-        open_files_needed=recipe.topology.open_files_needed,
+        open_files_needed=recipe.open_files_needed,
         locked_memory_limit_bytes=facts["locked_memory_limit_bytes"],
         shared_memory_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
         clock_seconds=clock_seconds,

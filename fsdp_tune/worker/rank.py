@@ -15,7 +15,6 @@ from fsdp_tune.core.atomic import PRIVATE_MODE
 from fsdp_tune.core.devices import lost_devices, this_machine
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.parent_death import LAUNCHER_PID
-from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import manual_commands
 from fsdp_tune.recipe.fsdp_arguments import OWNED_PREFIXES, environment
@@ -134,10 +133,10 @@ def _write_to(log: int) -> None:
     os.close(log)
 
 
-def raise_open_file_limit(topology: Topology) -> None:
-    """Raise the limit of open files: gloo connects each rank with all others for each group, hundreds of ranks exceed the usual 1,024."""
+def raise_open_file_limit(wanted: int) -> None:
+    """Raise the limit of open files to `wanted` if it may: gloo connects each rank with all others for each group, and hundreds of ranks
+    exceed the usual 1,024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = topology.open_files_needed
     wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
@@ -157,7 +156,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     import torch
     import torch.distributed as dist
 
-    raise_open_file_limit(recipe.topology)
+    raise_open_file_limit(recipe.open_files_needed)
     connect_lazily(recipe.world_size)
     device_type = recipe.launch.device
     timeout = _collective_limit(recipe)

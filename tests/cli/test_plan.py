@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.planner.predict.mixture import with_ep_size
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.cli.fake_tracing import STATE_GIB, FakeTracing, replaced_tracing  # noqa: F401  a fixture
 from tests.cli.in_process import answer, errors, invoke, settings
@@ -94,6 +95,18 @@ def test_mixture_of_experts_is_planned_with_expert_parallelism(
     table = lines[next(index for index, line in enumerate(lines) if "rows of an expert" in line) :]
     assert [line.split()[0] for line in table[2:6]] == ["1", "2", "4", "8"]
     assert max(map(len, table[:6])) <= 120
+    assert [line.split()[1] == "(yours)" for line in table[2:6]] == [True, False, False, False]
+
+
+def test_recipe_with_divided_experts_is_planned_with_them(recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "result", lambda self, key: with_ep_size(mixture(), self.asked[key].fsdp.ep_size))
+    alone = planned(recipe, "--no-search")
+    document = planned(recipe, "--no-search", *settings("fsdp.ep_size=8"))
+    (row,) = (row for row in document["experts"] if row["is_yours"])
+    assert row["ep_size"] == 8
+    assert document["step_seconds"] == row["step_seconds"] == alone["experts"][-1]["step_seconds"] < alone["step_seconds"]
+    assert document["peak_allocated_gib"] == row["peak_allocated_gib"] < alone["peak_allocated_gib"]
+    assert [each["ep_size"] for each in document["experts"]] == [1, 2, 4, 8]
 
 
 def test_number_of_gpus_changes_the_batch_and_reports_it(recipe: str) -> None:

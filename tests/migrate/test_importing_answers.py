@@ -16,7 +16,7 @@ from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.read.loader import DECIDE, parse_recipe
 from fsdp_tune.recipe.schema.keys import all_keys, values_by_key
 from tests.migrate.foreign_files import FILES, TORCHTUNE, TRL
-from tests.migrate.imports import AUTOMODEL_STEP, TORCHTUNE_STEP, from_text, imported, row, values, write
+from tests.migrate.imports import AUTOMODEL_STEP, TORCHTUNE_STEP, from_text, imported, questions, row, values, write
 
 
 def test_override_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
@@ -237,6 +237,27 @@ def test_decay_is_that_of_the_answered_optimizer(tmp_path: Path, component: str,
     for text in (TORCHTUNE_STEP, AUTOMODEL_STEP):
         found = values_by_key(from_text(tmp_path, text.format(component, ""), overrides=[f"training.optim={optim}"]).recipe)
         assert (found.get("training.weight_decay") or 0.0) == decay
+
+
+_AXOLOTL_EXPERTS = """\
+base_model: m
+datasets: [{path: a.jsonl, type: alpaca}]
+plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]
+expert_parallel_size: 4
+expert_parallel_backend: torch
+"""
+
+
+@pytest.mark.parametrize("text", [AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: 4}\n", _AXOLOTL_EXPERTS])
+def test_ranks_that_divide_experts_are_imported(tmp_path: Path, text: str) -> None:
+    result = from_text(tmp_path, text, overrides=["training.optim=adamw_torch_fused"])
+    assert values_by_key(result.recipe)["fsdp.ep_size"] == 4
+    assert not {"plugins", "expert_parallel_backend", "optimizer._target_"} & {*questions(result)}
+
+
+def test_capacity_of_experts_is_a_question(tmp_path: Path) -> None:
+    result = from_text(tmp_path, f"{_AXOLOTL_EXPERTS}expert_parallel_token_capacity: 1024\n")
+    assert "expert_parallel_token_capacity" in questions(result)
 
 
 @pytest.mark.parametrize("override", ["launch={num_processes: 8}", "launch=null", "launch.num_processes=null"])

@@ -85,6 +85,8 @@ OTHER_KINDS: dict[str, list[tuple[tuple[str | int, ...], Any]]] = {
         (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {tp_size: '2'}\n", "distributed.tp_size", "question"),
         (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {dp_size: '8'}\n", "distributed.dp_size", "question"),
         (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {cp_size: '1'}\n", "distributed.cp_size", "dropped"),
+        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: '2'}\n", "distributed.ep_size", "question"),
+        (AUTOMODEL_STEP.format("torch.optim.AdamW", "") + "distributed: {ep_size: none}\n", "distributed.ep_size", "dropped"),
         ("model: m\ndataset: [a.jsonl]\ntuner_type: lora\nadapters: []\n", "adapters", "dropped"),
         ("model: m\ndataset: [a.jsonl]\ntuner_type: lora\nadapters: true\n", "adapters", "question"),
     ],

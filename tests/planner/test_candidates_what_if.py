@@ -19,6 +19,11 @@ from fsdp_tune.recipe.world import WORLD_RULES, World
         ({}, {"reshard_after_forward": 4}, 2, {"fsdp.reshard_after_forward": None}),
         ({}, {"sharding_strategy": "HYBRID_SHARD"}, 3, {"fsdp.sharding_strategy": "FULL_SHARD"}),
         ({}, {"sharding_strategy": "HYBRID_SHARD_ZERO2"}, 1, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}),
+        ({}, {"ep_size": 8}, 16, {}),
+        ({}, {"ep_size": 8}, 12, {"fsdp.ep_size": 4}),
+        ({}, {"ep_size": 8}, 1, {"fsdp.ep_size": 1}),
+        ({}, {"ep_size": 4, "sharding_strategy": "HYBRID_SHARD"}, 4, {"fsdp.ep_size": 2}),
+        ({}, {"ep_size": 2, "sharding_strategy": "HYBRID_SHARD"}, 3, {"fsdp.ep_size": 1, "fsdp.sharding_strategy": "FULL_SHARD"}),
     ],
 )
 def test_only_dependent_keys_change(training: dict[str, Any], fsdp: dict[str, Any], ranks: int, forced: dict[str, Any]) -> None:

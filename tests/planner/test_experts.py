@@ -11,11 +11,14 @@ import pytest
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.planner.predict.collectives import collective_seconds
-from fsdp_tune.planner.predict.experts import expert_rows, imbalance, why_experts
-from fsdp_tune.planner.predict.timing import efficiency_of, step_time, tile_share
+from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.experts import expert_rows, why_experts
+from fsdp_tune.planner.predict.mixture import imbalance, with_ep_size
+from fsdp_tune.planner.predict.timing import UnknownFigure, efficiency_of, tile_share
 from fsdp_tune.planner.trace_format import PHASES, Trace, TraceFacts, Unit
 from tests.planner.hand_trace import Hand
 
+UNLINKED = replace(find_hardware("H100-SXM"), nvlink_gb_s=None, pcie_gb_s=None)
 H100, B200 = find_hardware("H100-SXM"), find_hardware("B200")
 EFFICIENCY = efficiency_of(H100)
 ELEMENTS, HIDDEN, EXPERTS, CHOSEN, TOKENS = 1_000_000_000, 64, 16, 2, 4096
@@ -45,8 +48,8 @@ def mixture(*, products: int = 4, shards: int = 8, experts: int = EXPERTS) -> Tr
     return replace(found, events=events, ops=ops, modules=MODULES, units=(unit,), facts=facts)
 
 
-def rows_of(trace: Trace, **options: Any) -> dict[int, Any]:
-    return {row.ep_size: row for row in expert_rows(trace, H100, 1, EFFICIENCY, **options)}
+def rows_of(trace: Trace) -> dict[int, Any]:
+    return {row.ep_size: row for row in expert_rows(trace, H100, 1, EFFICIENCY)}
 
 
 def seconds(kind: str, size: float, ranks: int) -> float:
@@ -100,15 +103,15 @@ def test_buffers_of_gathered_experts_shrink_and_state_does_not() -> None:
 def test_sizes_that_divide_neither_ranks_nor_experts_are_left_out() -> None:
     assert list(rows_of(mixture(shards=4))) == [1, 2, 4]
     assert list(rows_of(mixture(experts=4))) == [1, 2, 4]
-    assert list(rows_of(mixture(), with_sizes=(1, 2))) == [1, 2]
+    assert list(rows_of(with_ep_size(mixture(shards=16), 16))) == [1, 2, 4, 8, 16]
 
 
 def test_dense_models_and_single_ranks_have_no_rows() -> None:
     trace = mixture()
     assert rows_of(replace(trace, facts=TraceFacts(config={}))) == {}
     assert rows_of(mixture(shards=1)) == {}
-    slow = replace(H100, nvlink_gb_s=None, pcie_gb_s=None)
-    assert expert_rows(trace, slow, 1, EFFICIENCY) == ()
+    with pytest.raises(UnknownFigure, match="link speed of H100"):
+        expert_rows(trace, UNLINKED, 1, EFFICIENCY)
 
 
 def test_reason_names_gains_and_costs() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, learn, read_run
-from fsdp_tune.planner.predict.timing import step_time
+from fsdp_tune.planner.predict.divided_step import step_time
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
 

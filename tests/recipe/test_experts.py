@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.planner.recipes import resolved
 from tests.recipe.loading import load_with, problems_with
 
 REFUSED = [
@@ -13,10 +14,8 @@ REFUSED = [
     ("fsdp: {ep_size: 2, auto_wrap_policy: SIZE_BASED_WRAP}", "SIZE_BASED_WRAP"),
     ("fsdp: {ep_size: 2, ignored_modules: lm_head}", "`fsdp.ignored_modules`"),
     ("fsdp: {ep_size: 2, reshard_after_forward: 2}", "`fsdp.reshard_after_forward: 2` (ranks)"),
-    ("fsdp: {ep_size: 2, reshard_after_backward: auto}", "`fsdp.reshard_after_backward: auto`"),
     ("fsdp: {ep_size: 2, offload_params: true}", "`fsdp.offload_params: true`"),
     ("fsdp: {ep_size: 2, activation_checkpointing: selective}", "selective"),
-    ("fsdp: {ep_size: 2, activation_checkpointing: auto}", "`fsdp.activation_checkpointing: auto`"),
     ("fsdp: {ep_size: 2, activation_checkpointing: full, activation_checkpointing_offload: true}", "_offload: true`"),
     ("fsdp: {ep_size: 2}\nprecision: {mixed_precision: fp8}", "`precision.mixed_precision: fp8`"),
     ("fsdp: {ep_size: 2}\nprecision: {mixed_precision: fp16}", "`precision.mixed_precision: fp16`"),
@@ -35,6 +34,7 @@ REFUSED = [
 ]
 TAKEN = [
     "fsdp: {ep_size: 2, activation_checkpointing: full, sharding_strategy: SHARD_GRAD_OP, reshard_after_backward: false}",
+    "fsdp: {ep_size: 2, activation_checkpointing: auto, reshard_after_backward: auto}",
     "fsdp: {ep_size: 2}\nlora: {}",
     "fsdp: {ep_size: 2}\nkernels: {experts: eager}",
 ]
@@ -44,6 +44,17 @@ TAKEN = [
 def test_combination_that_was_not_shown_is_refused_by_name(text: str, what: str) -> None:
     found = [problem for problem in problems_with(text) if "`fsdp.ep_size: 2` does not support" in problem.message]
     assert [(problem.code, what in problem.message, bool(problem.hint)) for problem in found] == [("contradiction", True, True)]
+
+
+def open_files(ranks: int, **fsdp: object) -> int:
+    return resolved(gpus=ranks, fsdp=fsdp).open_files_needed
+
+
+def test_groups_of_the_experts_mesh_need_open_files() -> None:
+    """Its dimensions, each with the connections of a group; as for shards that fewer ranks share after the forward."""
+    assert open_files(8, ep_size=2) == open_files(8) + 2 * 8
+    assert open_files(8, ep_size=2, sharding_strategy="HYBRID_SHARD") == open_files(8, sharding_strategy="HYBRID_SHARD") + 3 * 8
+    assert open_files(8, reshard_after_forward=2) == open_files(8) + 2 * 8
 
 
 @pytest.mark.parametrize("text", TAKEN)

@@ -426,3 +426,15 @@ def test_more_ranks_than_any_known_machine_has_are_a_notice_with_the_number_of_m
     loaded = load_with("launch: {num_processes: 32, main_process_ip: a}", option)
     assert [each.code for each in resolve(loaded.recipe, BARE, cwd=Path("/"), assume="cuda").notices] == []
     assert resolved("launch: {num_processes: 8}", BARE, assume="cuda").notices == ()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "machines", "ep_size", "size_inside"),
+    [(8, 2, 8, 4), (12, 2, 4, 2), (8, 2, 4, None), (8, 2, 2, None), (8, 1, 8, None), (8, 2, 1, None)],
+)
+def test_exchange_of_tokens_between_machines_is_a_notice(ranks: int, machines: int, ep_size: int, size_inside: int | None) -> None:
+    text = f"fsdp: {{ep_size: {ep_size}}}\nlaunch: {{num_processes: {ranks}, num_machines: {machines}}}"
+    found = [notice for notice in resolved(text, assume="cuda").notices if notice.code == "experts-across-machines"]
+    assert [(notice.where and notice.where.line, notice.hint) for notice in found] == (
+        [] if size_inside is None else [(3, f"`--set fsdp.ep_size={size_inside}` keeps them on a machine; `fsdp-tune plan` compares sizes")]
+    )

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.world import WORLD_RULES, World
 from fsdp_tune.rehearsal.parity_checks import STEPS, _compared, make_comparable, switches
 from fsdp_tune.rehearsal.scale_down import ScaledRecipe
 from fsdp_tune.run.directory import RunDir
@@ -51,6 +54,31 @@ def test_switches_leave_out_recomputation_that_slices_of_the_mlp_exclude() -> No
     names = [switch.name for switch in switches(WRITTEN | {"kernels": {"mlp_slice_tokens": 5}})]
     assert "activation_checkpointing selective" not in names
     assert "activation_checkpointing none" in names
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ep_size", "undivided"),
+    [
+        (2, 2, {"sharding_strategy NO_SHARD", "activation_checkpointing selective", "auto_wrap_policy NO_WRAP"}),
+        (4, 4, {"sharding_strategy NO_SHARD", "sharding_strategy HYBRID_SHARD", "offload_params true", "2 × 1 rank × 8 accumulation"}),
+    ],
+)
+def test_experts_are_undivided_where_a_switch_excludes_it(ranks: int, ep_size: int, undivided: set[str]) -> None:
+    """Every switch is a recipe that is trained, and the division of experts is a switch of its own."""
+    fsdp = {"sharding_strategy": "FULL_SHARD", "ep_size": ep_size}
+    base = make_comparable(ScaledRecipe(WRITTEN | {"fsdp": fsdp, "launch": {"num_processes": ranks, "device": "cpu"}})).document
+    found = switches(base)
+    names = {switch.name for switch in found}
+    assert {f"{name}, ep_size 1" for name in undivided} | {"as written, in fp32", "ep_size 1", "as written, in bf16"} <= names
+    for switch in found:
+        document = base | {"fsdp": fsdp | switch.changes.get("fsdp", {})}
+        launch = {"num_processes": ranks, "device": "cpu"} | switch.changes.get("launch", {})
+        recipe = Recipe.model_validate(document | {"launch": launch})
+        world = World(launch["num_processes"], 1)
+        assert [each for rule in EXPERT_PARALLEL_RULES for each in rule(recipe)] == []
+        assert [each for rule in WORLD_RULES for each in rule(recipe, world) if "fsdp.ep_size" in each.keys] == []
+    (alone,) = (switch for switch in found if switch.name == "ep_size 1")
+    assert alone.changes == {"fsdp": {"ep_size": 1}}
 
 
 def test_incomparable_settings_are_replaced_and_listed() -> None:

@@ -63,7 +63,9 @@ def test_experts_are_divided_over_the_ranks_that_there_are(tmp_path: Path) -> No
     small = shrunk(recipe, tmp_path, ranks=2)
     assert small.document["fsdp"]["ep_size"] == 2
     assert "fsdp.ep_size: 2 instead of 8" in small.changes
-    assert "ep_size" not in shrunk(recipe, tmp_path, ranks=1).document.get("fsdp", {})
+    alone = shrunk(recipe, tmp_path, ranks=1)
+    assert "ep_size" not in alone.document.get("fsdp", {})
+    assert "fsdp.ep_size: 1 instead of 8; the exchange of tokens is NOT rehearsed" in alone.changes
 
 
 def test_stream_is_rehearsed_as_a_stream_and_compared_as_prepared_rows(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_open_file_limit_is_raised_for_many_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     for limits in ((1024, 1 << 20), (1024, 2048), (1024, resource.RLIM_INFINITY), (1 << 19, 1 << 20)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-        raise_open_file_limit(Topology(shard=256, sequence=2))
+        raise_open_file_limit(Topology(shard=256, sequence=2).open_files_needed())
     assert asked == [(7680, 1 << 20), (2048, 2048), (7680, resource.RLIM_INFINITY)]
 
 

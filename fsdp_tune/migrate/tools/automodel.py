@@ -31,6 +31,7 @@ from fsdp_tune.migrate.rules import (
     variable,
 )
 from fsdp_tune.migrate.tool import Method, Tool
+from fsdp_tune.migrate.tools.experts import expert_ranks
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Write
 from fsdp_tune.recipe.read.tool_detection import AUTOMODEL
@@ -170,7 +171,7 @@ _PARALLEL: Rules = {
     "dp_size": _ranks_of_data,
     **each(("dp_replicate_size", "tp_size", "cp_size"), _degree),
     "pp_size": fine_or((1, "none", "None"), "off, as it is here", "there are no pipeline stages here", "parallelism"),
-    "ep_size": fine_or((1, "none", "None"), "off, as it is here", "experts are sharded with their layer here", "parallelism"),
+    "ep_size": expert_ranks,
     "sequence_parallel": off_or("off", "write `parallelism: {sp_size: N}` to divide rows over ranks"),
     "activation_checkpointing": _recomputation,
     "mp_policy": section(
@@ -184,7 +185,7 @@ _PARALLEL: Rules = {
     "offload_policy": lambda key: Write({"fsdp.offload_params": bool(key.value)}),
     "reshard_after_forward": same("fsdp.reshard_after_forward"),
     "pipeline": _only_with_stages,
-    "moe": Drop("experts are sharded with their layer"),
+    "moe": Drop("experts are sharded as `fsdp.ep_size` needs it"),
     **each(("enable_fsdp2_prefetch", "fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"), _ASIDE),
     **each(("defer_fsdp_grad_sync", "patch_is_packed_sequence", "enable_async_tensor_parallel", "enable_compile"), _ASIDE),
 }

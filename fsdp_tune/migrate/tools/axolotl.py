@@ -19,6 +19,7 @@ from fsdp_tune.migrate.rules import (
     Rule,
     Rules,
     each,
+    fine_or,
     implies,
     is_on,
     off_or,
@@ -31,7 +32,7 @@ from fsdp_tune.migrate.rules import (
 from fsdp_tune.migrate.tool import Tool
 from fsdp_tune.migrate.tools.axolotl_prompts import prompt_program
 from fsdp_tune.migrate.tools.emulated_quantisation import AXOLOTL_QAT
-from fsdp_tune.migrate.tools.experts import experts_kernel
+from fsdp_tune.migrate.tools.experts import expert_ranks, experts_kernel
 from fsdp_tune.migrate.tools.long_rows import DROPPED
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
@@ -193,13 +194,17 @@ def _tokens(key: FileKey) -> Outcome:
 
 _PLUGINS = {"LigerPlugin": ("kernels.liger", True), "CutCrossEntropyPlugin": ("kernels.loss", "chunked")}
 
+_EXPERTS_PLUGIN = "ExpertParallelPlugin"
+_DISPATCH = ("backend", "num_nvl_bytes", "num_rdma_bytes", "fallback_on_unsupported", "save_dispatch", "dispatch_chunks")
+
 
 def _plugins(key: FileKey) -> Outcome:
     """Plugins whose work is a key here; the others have no counterpart."""
     names = [str(name).rpartition(".")[2] for name in key.items]
-    if others := [name for name in names if name not in _PLUGINS]:
+    if others := [name for name in names if name not in (*_PLUGINS, _EXPERTS_PLUGIN)]:
         return Ask(f"plugins are not run here: {', '.join(others)}", "extensions")
-    return Write(dict(keys for name, keys in _PLUGINS.items() if name in names), weight=Weight.IMPLIED)
+    written = dict(keys for name, keys in _PLUGINS.items() if name in names)
+    return Write(written, weight=Weight.IMPLIED) if written else Drop("what it does is set by its own keys")
 
 
 def _recompute(key: FileKey) -> Outcome:
@@ -420,6 +425,9 @@ RULES: Rules = {
     "auto_resume_from_checkpoints": Drop("it is `train --resume auto`"),
     **each(("sequence_parallel_degree", "context_parallel_size"), same("parallelism.sp_size")),
     "experts_implementation": experts_kernel,
+    "expert_parallel_size": expert_ranks,
+    "expert_parallel_token_capacity": fine_or((None,), "no token is dropped, as here", "no token is dropped here", "fsdp.ep_size"),
+    **each([f"expert_parallel_{name}" for name in _DISPATCH], Drop("tokens are exchanged by `all_to_all_single`")),
     "tensor_parallel_size": same("parallelism.tp_size"),
     "fsdp_version": same("fsdp.version"),
     "dataset_exact_deduplication": same("data.drop_duplicates"),

@@ -10,7 +10,8 @@ from pathlib import Path
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.gpus import Hardware, detect
-from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure, efficiency_of, step_time
+from fsdp_tune.planner.predict.divided_step import step_time
+from fsdp_tune.planner.predict.timing import Efficiency, UnknownFigure, efficiency_of
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir

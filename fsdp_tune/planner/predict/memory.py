@@ -18,6 +18,7 @@ from fsdp_tune.core.tensors.dtypes import OF_OPTION
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.planner.predict.allocator import Block, CachingAllocator, DeviceMemoryError
 from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.mixture import divided_memory
 from fsdp_tune.planner.trace_format import EVALUATION, EVENT, KINDS, PHASES, Records, Segments, Trace
 from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -63,12 +64,12 @@ class Memory:
 
 
 def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_bytes: int | None = None, workspace_bytes: int = 0) -> Memory:
-    """Replay `trace` at the model's full depth.
+    """Replay `trace` at the model's full depth, with the experts of its `ep_size`.
 
     `capacity_bytes`: memory available to the allocator, that of the GPU without context and NCCL; None replays without a limit.
     `workspace_bytes`: cuBLAS's workspace, allocated with the first matrix product (`fits.workspace_bytes` of the GPU).
     """
-    trace = full_depth(trace)
+    trace = divided_memory(full_depth(trace))
     events = _with_workspace(trace, workspace_bytes)
     device = events[~events["host"]]
     replayed = _replay(device, segments, capacity_bytes)

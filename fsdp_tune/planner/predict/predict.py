@@ -15,9 +15,11 @@ from fsdp_tune.core.families import expert_count
 from fsdp_tune.core.gpus import CPU, Hardware, ModelDimensions, mfu
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.divided_step import step_time
 from fsdp_tune.planner.predict.experts import ExpertRow
 from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, Fit, Fits, Memory, disk, fit, host_memory, total_steps
-from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, Efficiency, StepTime, UnknownFigure, efficiency_of, step_time
+from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED
+from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, Efficiency, StepTime, UnknownFigure, efficiency_of
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.recipe.schedule import rate_line
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -187,7 +189,8 @@ class Plan:
     measured: tuple[MeasuredPlan, ...] = ()
     """Of `--measure`, the fastest first."""
     experts: tuple[ExpertRow, ...] = ()
-    """The recipe with the experts of each layer divided among 1, 2, 4 and 8 ranks, as far as they can be; empty for a dense model."""
+    """The recipe with the experts of each layer divided among 1, 2, 4 and 8 ranks, as far as they can be, and its own number of ranks;
+    empty for a dense model."""
     experts_because: str | None = None
     """What dividing the experts gains and costs."""
     memory: Memory | None = None
@@ -398,9 +401,11 @@ def _assumptions(recipe: Recipe, trace: Trace, hardware: Hardware, efficiency: E
     if not efficiency.is_measured and hardware.name != CPU:
         found.append(f"no measured matrix multiplication of {hardware.name} is published; the share of its peak is that of other GPUs")
     experts, shards = expert_count(trace.facts.config), trace.shapes.shards
-    if experts > 1 and experts % shards and not trace.facts.experts_inside:
+    if experts > 1 and experts % shards and not trace.facts.experts_inside and trace.shapes.ep_size == 1:
         fullest = -(-experts // shards)
         found.append(f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
+    if trace.shapes.ep_size > 1:
+        found.append(LOADS_ASSUMED)
     if any(name.startswith("host ") for name in trace.op_names):
         found.append(f"host memory bandwidth is {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
     if recipe.kernels.compile:

@@ -26,6 +26,7 @@ from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Topology
 from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, in_buckets, sent_bytes
 from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.mixture import GROUPED_PRODUCT
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
 
 FLASH_3 = next(each for each in FLASH_ATTENTION if each.version == 3)
@@ -154,8 +155,9 @@ class StepWork:
     exchanges: Exchanges | None = None
 
 
-def step_work(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency) -> StepWork:
-    """Return the last traced step with its times. Raises: UnknownFigure for a missing figure of the GPU."""
+def undivided_work(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency) -> StepWork:
+    """Return the last traced step with its times, in which every rank has all experts. Raises: UnknownFigure for a missing figure of the
+    GPU."""
     trace = full_depth(trace)
     topology = replace(trace.shapes.topology, machines=machines)
     ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
@@ -166,12 +168,6 @@ def step_work(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     columns = _columns(collectives, "kind", "bytes", "group")
     sent = [sent_bytes(COLLECTIVES[kind], size, topology.group(GROUPS[group])) for kind, size, group in columns]
     return StepWork(trace, ops, durations, collectives, transfers, sent, waits)
-
-
-def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
-    """Simulate the last traced step at the model's full depth. Raises: UnknownFigure for a missing figure of the GPU."""
-    efficiency = efficiency or efficiency_of(hardware)
-    return simulate(step_work(trace, hardware, machines, efficiency), efficiency)
 
 
 def simulate(work: StepWork, efficiency: Efficiency) -> StepTime:
@@ -225,7 +221,7 @@ def rows_of_expert(trace: Trace) -> float:
     """Return the mean number of rows that a rank multiplies with an expert of a layer in a forward; all tokens of a dense model."""
     shapes, config = trace.shapes, trace.facts.config
     tokens = shapes.micro_batch * shapes.tokens / shapes.topology.row_parts
-    return tokens * (CHOSEN_EXPERTS.of(config) or 1) / expert_count(config)
+    return tokens * (CHOSEN_EXPERTS.of(config) or 1) / expert_count(config) * shapes.ep_size
 
 
 def tile_share(rows: float, hardware: Hardware) -> float:
@@ -239,18 +235,13 @@ def tile_share(rows: float, hardware: Hardware) -> float:
     return rows / (rows + tile / 2)
 
 
-def op_seconds(
-    trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1, rows: float | None = None
-) -> Seconds:
-    """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed cost.
-
-    `rows` are those of an expert in a grouped product; None: as traced.
-    """
+def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1) -> Seconds:
+    """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed cost."""
     kinds = op_kinds(trace, ops)
     backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
     forward_gain, backward_gain = efficiency.flash_3_gain if trace.facts.flash_version == 3 else (1.0, 1.0)
     attention = np.where(backward, efficiency.attention_backward * backward_gain, efficiency.attention_forward * forward_gain)
-    grouped = efficiency.matmul * tile_share(rows_of_expert(trace) if rows is None else rows, hardware)
+    grouped = efficiency.matmul * tile_share(rows_of_expert(trace), hardware)
     of_kind = [attention, attention * MASKED_SHARE, np.full(len(ops), grouped)]
     share = np.select([kinds == FLASH, kinds == MASKED, kinds == GROUPED], of_kind, efficiency.matmul)
     peaks = np.array([hardware.peak_flops(dtype) or np.nan for dtype in DTYPES])[ops["dtype"]]
@@ -283,7 +274,7 @@ def _kind(name: str) -> int:
         return FLASH
     if "attention" in name:
         return MASKED
-    if "grouped_mm" in name:
+    if GROUPED_PRODUCT in name:
         return GROUPED
     return TO_HOST if name in ("copy_to_host", "copy_to_device") else PLAIN
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,9 @@ from fsdp_tune.planner.search.candidates import Search, ranks_of_machine
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.kinds import STRATEGIES
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.world import WORLD_RULES, World, data_ranks
+from fsdp_tune.recipe.world import WORLD_RULES, World, data_ranks, mesh_sizes
 
+_EXPERTS = "fsdp.ep_size"
 SIZES = tuple(1 << power for power in range(11))
 
 
@@ -98,12 +100,13 @@ def forced_changes(recipe: Recipe, world: World) -> dict[str, Any]:
     """Return the keys that must change for `recipe` to run in `world`, with their values; {} if none must.
 
     The micro-batch shrinks before the global batch grows. Mesh sizes are resolved again, and a hybrid strategy that does not fit
-    becomes the one without copies.
+    becomes the one without copies. Experts are divided among as many of their ranks as divide a copy.
     """
-    codes = {finding.code for rule in WORLD_RULES for finding in rule(recipe, world)}
     changes: dict[str, Any] = {}
-    if "mesh-does-not-fit" in codes:
+    misfits = [finding for rule in WORLD_RULES for finding in rule(recipe, world) if finding.code == "mesh-does-not-fit"]
+    if any(finding.keys[0] != _EXPERTS for finding in misfits):
         changes |= _mesh(recipe, world)
+    changes |= _experts(recipe, changes, world)
     if recipe.training.global_batch_size is not None:
         changes |= _batch(recipe, recipe.training.global_batch_size, world)
     return changes
@@ -117,6 +120,16 @@ def _mesh(recipe: Recipe, world: World) -> dict[str, Any]:
         reshards = STRATEGIES[recipe.fsdp.sharding_strategy].reshards
         changes["fsdp.sharding_strategy"] = "FULL_SHARD" if reshards else "SHARD_GRAD_OP"
     return changes
+
+
+def _experts(recipe: Recipe, changes: dict[str, Any], world: World) -> dict[str, Any]:
+    """Return the largest part of the ranks that divide the experts which divides a copy of the changed recipe."""
+    data = recipe.model_dump(by_alias=True)
+    for key, value in changes.items():
+        section, name = key.split(".")
+        data[section][name] = value
+    size = math.gcd(recipe.fsdp.ep_size, mesh_sizes(Recipe.model_validate(data), world).topology.copy_size)
+    return {_EXPERTS: size} if size != recipe.fsdp.ep_size else {}
 
 
 def _batch(recipe: Recipe, wanted: int, world: World) -> dict[str, Any]:

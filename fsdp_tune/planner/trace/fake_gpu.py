@@ -31,6 +31,7 @@ from fsdp_tune.model.kernels.fake_quantised import plan_quantised
 from fsdp_tune.model.kernels.linear_layers import plan_fp8
 from fsdp_tune.model.loading.construct import attention, build_empty
 from fsdp_tune.model.loading.positions import beyond_table_of_positions
+from fsdp_tune.model.shard.expert_parallel import require_divisible_experts
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names
 from fsdp_tune.model.shard.recompute import checkpointed_layers
 from fsdp_tune.planner.predict.depth import Repeated
@@ -303,11 +304,17 @@ def _cast(leaf: Any, wanted: torch.dtype) -> Any:
 def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
     """Return the recipe to trace and its model on the meta device.
 
-    A FlashAttention package is replaced by torch's own kernel, which allocates the same: a planning machine rarely has the package.
-    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, whose positions do not cover the recipe's rows, or that
-    computes its attention in compiled code.
+    A FlashAttention package is replaced by torch's own kernel, which allocates the same: a planning machine rarely has the package. Divided
+    experts are traced undivided (`planner.predict.mixture`).
+    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, whose positions do not cover the recipe's rows, that
+    computes its attention in compiled code, or whose experts `fsdp.ep_size` ranks cannot divide.
     """
-    recipe, model = _build(recipe, config, vocabulary)
+    written = recipe
+    if recipe.fsdp.ep_size > 1 and recipe.kernels.experts == "batched_mm":
+        message = "`kernels.experts: batched_mm` is not predicted with `fsdp.ep_size`"
+        raise usage_error("trace-failed", message, hint="with `grouped_mm` the step is predicted; it computes the same products")
+    recipe, model = _build(_undivided(recipe), config, vocabulary)
+    require_divisible_experts(written, model)
     if (problem := beyond_table_of_positions(recipe, model)) is not None:  # indexing a fake tensor does not check bounds
         raise FsdpTuneError(problem)
     return recipe, model
@@ -319,6 +326,14 @@ NOT_TRACED = {
 }
 
 
+def _undivided(recipe: Recipe) -> Recipe:
+    """Return the recipe with each rank gathering all experts, otherwise with the kernels that divided experts have."""
+    if recipe.fsdp.ep_size == 1:
+        return recipe
+    without = {"fsdp": {"ep_size": 1}, "kernels": {"liger": False}}
+    return recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=keys) for name, keys in without.items()})
+
+
 def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
     kernel = attention(recipe, config)
     if kernel == "flex_attention":
@@ -327,9 +342,6 @@ def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> 
     if recipe.kernels.experts in NOT_TRACED:
         message = f"`kernels.experts: {recipe.kernels.experts}` {NOT_TRACED[recipe.kernels.experts]}, which is not traced"
         raise usage_error("trace-failed", message, hint="with `grouped_mm` the step is predicted; it computes the same products")
-    if recipe.fsdp.ep_size > 1:
-        message = f"`fsdp.ep_size: {recipe.fsdp.ep_size}` exchanges as many tokens as the router sends, and the step is not traced"
-        raise usage_error("trace-failed", message, hint="`--set fsdp.ep_size=1` predicts the recipe in which each rank gathers all experts")
     if not has_variable_lengths(kernel):
         return recipe, build_empty(recipe, config, vocabulary=vocabulary)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})

@@ -30,6 +30,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.model.loading.construct import attention, config_or_facts
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, plan_units
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
+from fsdp_tune.planner.predict.mixture import with_ep_size
 from fsdp_tune.planner.trace.assemble import assemble, count, unit_list
 from fsdp_tune.planner.trace.fake_gpu import (
     build_traced,
@@ -66,7 +67,7 @@ def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None 
 
 def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, exact: bool) -> Trace:
     flash_version = 3 if recipe.model.attn_implementation == "flash_attention_3" else 2
-    kernel = attention(recipe, config)
+    kernel, ep = attention(recipe, config), recipe.fsdp.ep_size
     recipe, model = build_traced(recipe, config, vocabulary)
     plan = plan_units(recipe, model) if recipe.is_sharded else UnitPlan((), frozenset())
     groups = plan.groups
@@ -82,7 +83,7 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
     with fake_world(recipe.world_size):
         run = run_step(recipe, model, kernel=kernel)
         trace = assemble(recipe, config, run, counts, units, repeated)
-    return replace(trace, facts=replace(trace.facts, flash_version=flash_version))
+    return with_ep_size(replace(trace, facts=replace(trace.facts, flash_version=flash_version)), ep)
 
 
 def _reach(recipe: Recipe) -> int:

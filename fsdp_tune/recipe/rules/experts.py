@@ -50,11 +50,6 @@ def _sharding(recipe: Recipe) -> Unsupported:
             "leave `activation_checkpointing_offload` out",
         ),
     }
-    for key, value in (
-        ("fsdp.activation_checkpointing", fsdp.activation_checkpointing),
-        ("fsdp.reshard_after_backward", fsdp.reshard_after_backward),
-    ):
-        found[key] = (value == "auto" and f"`{key}: auto` (`plan` does not predict it)", "write the value")
     if fsdp.activation_checkpointing == "selective":
         what = "`fsdp.activation_checkpointing: selective` (the experts of a layer are an FSDP unit of their own)"
         found["fsdp.activation_checkpointing"] = (what, "write `activation_checkpointing: full`")

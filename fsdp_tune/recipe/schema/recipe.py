@@ -312,6 +312,14 @@ class Recipe(Section):
         return replace(parallelism.of_row, replicate=copies, shard=shards, machines=machines)
 
     @property
+    def open_files_needed(self) -> int:
+        """Open files of a rank of a resolved recipe: those of its topology, and of the meshes of divided experts and of shards that fewer
+        ranks share after the forward."""
+        dimensions = 3 if self.is_hybrid else 2
+        other_meshes = (self.fsdp.ep_size > 1) + (type(self.fsdp.reshard_after_forward) is int)
+        return self.topology.open_files_needed(dimensions * other_meshes)
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step, of a resolved recipe."""
         if self.training.per_device_train_batch_tokens is not None:

@@ -13,9 +13,10 @@ from torch.nn import functional
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.planner.predict.derive import alike, at_micro_batch, prime_for
+from fsdp_tune.planner.predict.mixture import divided_memory
 from fsdp_tune.planner.trace.cuda_kernels import grouped_flops, grouped_product
 from fsdp_tune.planner.trace.fake_gpu import build_traced
-from fsdp_tune.planner.trace_format import DTYPES, Trace
+from fsdp_tune.planner.trace_format import DTYPES, KINDS, Trace
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.planner.trace.tracing import alive, before, trace_of
@@ -134,3 +135,26 @@ def test_torch_before_2_15_knows_the_result_in_bf16_alone() -> None:
             functional.grouped_mm(*inputs[:2], offs=inputs[2])
     else:
         assert functional.grouped_mm(*inputs[:2], offs=inputs[2]).shape == (7, 4)
+
+
+def test_divided_experts_are_traced_undivided_with_their_number_of_ranks() -> None:
+    model = {"from_config": FAMILIES["mixtral"]}
+    options: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": TOKENS}, "precision": {"mixed_precision": "bf16"}}
+    divided = trace_of(recipe_of(model, 4, fsdp={"ep_size": 2}, **options))
+    assert divided.shapes.ep_size == 2
+    held, all_held = gathered(divided_memory(divided)), gathered(divided)
+    half = EXPERTS * 3 * HIDDEN * INNER * 2 // 2
+    buffers = [size for size in all_held if size > half]
+    assert len(buffers) == 2 * LAYERS * 2, "of each layer, in the forwards and the backwards of two steps"
+    assert held.count(buffers[0] - half) == held.count(half) == len(buffers), "with a temporary for each"
+
+
+def gathered(trace: Trace) -> list[int]:
+    events = trace.events[(trace.events["kind"] == KINDS.index("all-gather buffers")) & (trace.events["bytes"] > 0)]
+    return events["bytes"].tolist()
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused_before_the_trace() -> None:
+    recipe = recipe_of({"from_config": FAMILIES["mixtral"]}, 6, fsdp={"ep_size": 3})
+    with pytest.raises(FsdpTuneError, match="has 4 experts, which do not divide by 3"):
+        build_traced(recipe, model_config(recipe), None)

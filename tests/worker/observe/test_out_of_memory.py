@@ -133,10 +133,25 @@ def test_refused_page_locked_memory_is_named_first(tmp_path: Path) -> None:
 def test_activation_offload_is_suggested_or_withdrawn_by_exhausted_memory(tmp_path: Path) -> None:
     full = ("fsdp.activation_checkpointing=full", "checkpoint.async=false")
     assert any(
-        way.startswith("fsdp.activation_checkpointing_offload: true (now false)") for way in _less_activation(resolved(tmp_path, *full))
+        way.text.startswith("fsdp.activation_checkpointing_offload: true (now false)")
+        for way in _less_activation(resolved(tmp_path, *full))
     )
     offloaded = resolved(tmp_path, *full, "fsdp.activation_checkpointing_offload=true")
-    assert not any("activation_checkpointing_offload" in way for way in _less_activation(offloaded))
+    assert not any("activation_checkpointing_offload" in way.text for way in _less_activation(offloaded))
     assert (
         host_problem(offloaded, "backward", Host(None, None, None)).ways_out[0].startswith("fsdp.activation_checkpointing_offload: false")
     )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("fsdp.ep_size=2", "fsdp.activation_checkpointing=full"),
+        ("fsdp.version=1", "launch.device=cpu"),  # FSDP1 needs a GPU for it
+    ],
+)
+@pytest.mark.parametrize("moment", [ACTIVATIONS, MODEL_STATE])
+def test_changes_that_a_rule_refuses_are_not_suggested(tmp_path: Path, moment: Moment, keys: tuple[str, ...]) -> None:
+    found = ways(tmp_path, moment, *keys, "training.per_device_train_batch_size=1")
+    assert not {"fsdp.offload_params", "fsdp.activation_checkpointing_offload"} & {*found}
+    assert len(found) == 3

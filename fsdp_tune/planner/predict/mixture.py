@@ -1,0 +1,206 @@
+"""The experts of a traced mixture, and the memory of its step if `ep` neighbouring ranks divide the experts of each layer. Pure.
+
+A trace is of FSDP alone: every rank gathers all experts of a layer. `Shapes.ep_size` is the number of ranks that divide them, for which the
+step is predicted: a rank keeps 1 / ep of the experts, sharded inside of each expert over the `shards / ep` ranks with the same ones. The
+part of a unit that experts are is gathered with 1 / ep of its bytes. FSDP2 gathers a tensor that is sharded inside into a temporary of the
+same size first (`foreach_all_gather_copy_out`), and sorts its gradient into a copy (`foreach_reduce`), unless one rank holds all of it.
+The fullest rank has `imbalance` times the mean rows. Parameters, gradients and optimizer state take as much memory as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count, is_in_experts
+from fsdp_tune.planner.trace_format import DTYPES, EVENT, KINDS, PHASES, Records, Trace
+
+GROUPED_PRODUCT = "grouped_mm"
+"""In the name of an operation that multiplies rows with the experts that they chose."""
+LOAD_DEVIATION = 0.35
+"""Assumed standard deviation of the rows of an expert, relative to their mean. Gini coefficients of five trained models on text are 0.11 to
+0.24 and more (arXiv:2605.20982), which is 0.19 to 0.43 for normally distributed loads (√π × Gini)."""
+LOADS_ASSUMED = (
+    f"with expert parallelism, the rows of an expert deviate by {LOAD_DEVIATION:.0%} from their mean, and nothing overlaps with all-to-all"
+)
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 1}
+_GATHERED = ("gathered units", "all-gather buffers", "reduce buffers", "unsharded gradients")
+_COPY_OUT, _COPY_IN, _REDUCE_IN = "split_with_sizes_copy", "all_gather_copy_in", "chunk_cat"
+"""FSDP2's copies of a complete unit: out of the buffer of a gather, into it, and into the buffer of a reduction."""
+_ALIKE = 0.02
+"""Largest relative difference of two sizes that count as equal: shards are padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of a trace at full depth."""
+
+    experts: int
+    rows: int
+    """Rows that a rank sends to experts in a forward: its tokens, once for each chosen expert."""
+    shares: dict[int, float]
+    """Elements of a unit → the share that experts are."""
+    stacks: frozenset[int]
+    """Elements of the parameters that stack experts."""
+    gathered_bytes: dict[int, int]
+    """Of all experts of each layer that has some, in the dtype of a gather."""
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self.gathered_bytes)
+
+    def share(self, elements: float) -> float:
+        """Return the share of experts in a buffer of so many elements: that of a unit of this size, 1 for a stack of experts, else 0."""
+        unit = next((share for size, share in self.shares.items() if abs(elements - size) <= _ALIKE * size), None)
+        return unit if unit is not None else float(any(abs(elements - size) <= _ALIKE * size for size in self.stacks))
+
+
+def with_ep_size(trace: Trace, ep: int) -> Trace:
+    """Return the trace of the same step with the experts divided among `ep` ranks."""
+    return replace(trace, shapes=replace(trace.shapes, ep_size=ep))
+
+
+def divided_mixture(trace: Trace) -> Mixture | None:
+    """Return the experts of a trace at full depth that `ep_size` ranks divide; None if each rank has all of them.
+
+    Raises: usage error (exit 2) for a model of which that cannot be predicted.
+    """
+    ep, mixture = trace.shapes.ep_size, None
+    if ep == 1:
+        return None
+    mixture = mixture_of(trace)
+    if mixture is None:
+        reason = "its configuration has no number of chosen experts, or its step has no grouped product"
+    elif ep not in divisions(trace, mixture, [ep]):
+        reason = f"{ep} ranks do not divide {mixture.experts} experts and {trace.shapes.shards} shards"
+    else:
+        return mixture
+    message = f"`fsdp.ep_size: {ep}` is not predicted for this model: {reason}"
+    raise usage_error("trace-failed", message, hint="`--set fsdp.ep_size=1` predicts the recipe in which each rank gathers all experts")
+
+
+def divisions(trace: Trace, mixture: Mixture, sizes: list[int]) -> list[int]:
+    """Return those of `sizes` ranks that can divide the experts."""
+    return [ep for ep in sizes if trace.shapes.shards % ep == 0 and mixture.experts % ep == 0]
+
+
+def imbalance(ep: int, experts: int) -> float:
+    """Return the rows of the fullest of `ep` ranks with `experts` / `ep` experts each, relative to the mean."""
+    return 1 + LOAD_DEVIATION * math.sqrt(ep / experts) * _largest_of(ep)
+
+
+@functools.cache
+def _largest_of(draws: int) -> float:
+    """Return the expected largest of so many draws of a standard normal distribution, ∫ (1 − Fⁿ) above zero − ∫ Fⁿ below."""
+    points = np.linspace(-8, 8, 3201)
+    below = np.array([NormalDist().cdf(point) for point in points.tolist()]) ** draws
+    return float(np.trapezoid(np.where(points > 0, 1 - below, -below), points)) if draws > 1 else 0.0
+
+
+def is_grouped(trace: Trace, ops: Records) -> npt.NDArray[np.bool_]:
+    """Select the products of rows with their experts."""
+    return np.array([GROUPED_PRODUCT in name for name in trace.op_names] or [False])[ops["name"]]
+
+
+def mixture_of(trace: Trace) -> Mixture | None:
+    """Return the experts of a trace at full depth; None for a dense model, without shards, or if no grouped product was traced."""
+    experts, chosen = expert_count(trace.facts.config), CHOSEN_EXPERTS.of(trace.facts.config)
+    ops = trace.steady(trace.ops)
+    layers = frozenset(ops["layer"][is_grouped(trace, ops)].tolist()) - {-1}
+    if experts == 1 or chosen is None or trace.shapes.shards == 1 or not layers:
+        return None
+    held = trace.events[(trace.events["phase"] == PHASES.index("load")) & (trace.events["bytes"] > 0)]
+    in_experts = np.array([is_in_experts(name) for name in trace.modules], bool)
+    shares: dict[int, float] = {}
+    stacks: set[int] = set()
+    gathered = dict.fromkeys(sorted(layers), 0)
+    for unit in trace.units:
+        own = held[(held["layer"] == unit.layer) & (held["kind"] == KINDS.index("parameters"))]
+        total, of_experts = int(own["bytes"].sum()), own["bytes"][in_experts[own["module"]]]
+        if unit.layer in layers and total:
+            share = shares[unit.parameters] = float(of_experts.sum()) / total
+            stacks |= {round(size / total * unit.parameters) for size in of_experts.tolist()}
+            gathered[unit.layer] += round(share * unit.gathered_bytes)
+    tokens = trace.shapes.micro_batch * trace.shapes.tokens // trace.shapes.topology.row_parts
+    return Mixture(experts, tokens * chosen, shares, frozenset(stacks), gathered)
+
+
+# ---- FSDP2's copies
+
+
+def copies_of_units(trace: Trace, mixture: Mixture, ops: Records) -> npt.NDArray[np.bool_]:
+    """Select FSDP2's copies of units with experts."""
+    return _named(trace, ops, _COPY_OUT, _COPY_IN, _REDUCE_IN) & np.isin(ops["layer"], mixture.layers)
+
+
+def second_copies(trace: Trace, mixture: Mixture, ops: Records) -> npt.NDArray[np.int64]:
+    """Return the bytes of experts that FSDP2 copies once more with each operation, at gathers and reductions of units with experts, since
+    divided experts are sharded inside. 0 where they were traced so, or where one rank holds all of an expert."""
+    shapes = trace.shapes
+    sizes = np.zeros(len(ops), np.int64)
+    if trace.facts.experts_inside or shapes.ep_size in (1, shapes.shards):
+        return sizes
+    of_units = _named(trace, ops, _COPY_OUT, _REDUCE_IN)
+    for layer, gathered in mixture.gathered_bytes.items():  # an operation that moves less is of another unit of the layer
+        sizes[of_units & (ops["layer"] == layer) & (ops["moved_bytes"] >= 2 * gathered)] = gathered // shapes.ep_size
+    return sizes
+
+
+def traced_second_copies(trace: Trace, mixture: Mixture, ops: Records) -> npt.NDArray[np.bool_]:
+    """Select these copies in a trace of experts that are sharded inside."""
+    if not trace.facts.experts_inside:
+        return np.zeros(len(ops), bool)
+    items = np.array([ITEM_BYTES.get(dtype, 2) for dtype in DTYPES])[ops["dtype"]]
+    is_stack = [mixture.share(size) == 1 for size in (ops["moved_bytes"] / 2 / items).tolist()]
+    return _named(trace, ops, "cat") & np.array(is_stack, bool)
+
+
+def _named(trace: Trace, ops: Records, *names: str) -> npt.NDArray[np.bool_]:
+    return np.array([name in names for name in trace.op_names] or [False])[ops["name"]]
+
+
+# ---- Memory
+
+
+def divided_memory(trace: Trace) -> Trace:
+    """Return a trace at full depth with the memory of its `ep_size`: 1 / ep of the experts in gathered units and their buffers, the
+    temporaries of gathers, and the rows of the fullest rank. Raises: usage error (exit 2) as `divided_mixture`."""
+    mixture = divided_mixture(trace)
+    if mixture is None:
+        return trace
+    ep, events = trace.shapes.ep_size, trace.events.copy()
+    sizes = np.abs(events["bytes"])
+    activations = (events["kind"] == KINDS.index("activations")) & np.isin(events["layer"], mixture.layers)
+    gathered = np.isin(events["kind"], [KINDS.index(kind) for kind in _GATHERED])
+    if trace.facts.experts_inside:  # what is gathered into has no kind of its own then
+        gathered |= activations & np.isin(sizes, [stack * item for stack in mixture.stacks for item in (2, 4)])
+    factors: dict[int, float] = {}
+    for size in np.unique(sizes[gathered]).tolist():
+        share = max(mixture.share(size / item) for item in (1, 2, 4))
+        factors[size] = 1 - share * (1 - 1 / ep)
+    scale = np.ones(len(events))
+    scale[gathered] = [factors[size] for size in sizes[gathered].tolist()]
+    # Tensors with a row for each token and chosen expert, which are more than those with a row for each token.
+    wide = activations & ~gathered & (sizes % mixture.rows == 0) & (sizes > mixture.rows * 64)
+    scale[wide] = imbalance(ep, mixture.experts)
+    events["bytes"] = np.sign(events["bytes"]) * np.maximum(1, np.rint(sizes * scale)).astype(np.int64)
+    return replace(trace, events=_with_temporaries(trace, mixture, events))
+
+
+def _with_temporaries(trace: Trace, mixture: Mixture, events: Records) -> Records:
+    """Insert the temporaries of gathers. The copy of a gradient replaces it before the buffer of the reduction exists, at no peak."""
+    sizes = second_copies(trace, mixture, trace.ops)
+    rows = np.flatnonzero((sizes > 0) & _named(trace, trace.ops, _COPY_OUT))
+    made = np.zeros(2 * len(rows), EVENT)
+    for name in ("at", "step", "micro", "phase", "layer", "module", "stream"):
+        made[name] = np.repeat(trace.ops[name][rows], 2)
+    made["bytes"] = np.stack([sizes[rows], -sizes[rows]], axis=1).reshape(-1)
+    made["block"] = int(events["block"].max(initial=0)) + 1 + np.repeat(np.arange(len(rows)), 2)
+    made["kind"] = KINDS.index("all-gather buffers")
+    return np.insert(events, np.searchsorted(events["at"], made["at"]), made)
