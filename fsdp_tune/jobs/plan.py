@@ -164,7 +164,7 @@ class PlanSession:
         except UnknownFigure as error:
             return replace(made, unknown=[*made.unknown, f"experts: {error}"])
         assumed = [LOADS_ASSUMED] if rows and LOADS_ASSUMED not in made.assumptions else []
-        return replace(made, experts=rows, experts_because=why_experts(rows), assumptions=[*made.assumptions, *assumed])
+        return replace(made, experts=rows, experts_because=why_experts(rows, self.recipe), assumptions=[*made.assumptions, *assumed])
 
     def plan_other(self, recipe: Recipe) -> Plan:
         """Plan another resolved recipe on the same GPUs. Raises: FsdpTuneError if it cannot be traced."""

@@ -17,22 +17,25 @@ from fsdp_tune.planner.predict.mixture import imbalance, with_ep_size
 from fsdp_tune.planner.predict.timing import UnknownFigure, efficiency_of, tile_share
 from fsdp_tune.planner.trace_format import PHASES, Trace, TraceFacts, Unit
 from tests.planner.hand_trace import Hand
+from tests.planner.recipes import resolved
 
 UNLINKED = replace(find_hardware("H100-SXM"), nvlink_gb_s=None, pcie_gb_s=None)
 H100, B200 = find_hardware("H100-SXM"), find_hardware("B200")
 EFFICIENCY = efficiency_of(H100)
 ELEMENTS, HIDDEN, EXPERTS, CHOSEN, TOKENS = 1_000_000_000, 64, 16, 2, 4096
 ROWS = TOKENS * CHOSEN
+RECIPE = resolved()
 MODULES = ("", "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj.weight")
 
 
-def mixture(*, products: int = 4, shards: int = 8, experts: int = EXPERTS) -> Trace:
-    """One layer, of which experts are nine tenths: a gather, a forward of two products, and a backward of `products`."""
+def mixture(*, products: int = 4, recomputed: bool = False, shards: int = 8, experts: int = EXPERTS) -> Trace:
+    """One layer, of which experts are nine tenths: a gather, a forward of two products, and a backward of `products`, after those of the
+    forward again if it is recomputed."""
     hand = Hand()
     hand.hold(1, ELEMENTS // 10 * 9 * 4 // shards, kind="parameters").hold(2, ELEMENTS // 10 * 4 // shards, kind="parameters")
     hand.hold(3, ELEMENTS * 4, kind="all-gather buffers").hold(3, -ELEMENTS * 4, kind="all-gather buffers")
     hand.collective("all_gather", ELEMENTS * 4).wait(0, 1)
-    for phase, count in (("forward", 2), ("backward", products)):
+    for phase, count in (("forward", 2), ("backward", products + 2 * recomputed)):
         hand.op("mul", phase=phase, moved=10)
         for _ in range(count):
             hand.op("_grouped_mm", flops=2e12, moved=10**9, phase=phase)
@@ -43,6 +46,8 @@ def mixture(*, products: int = 4, shards: int = 8, experts: int = EXPERTS) -> Tr
     events["phase"][:2], events["step"][:2], events["module"][:2] = PHASES.index("load"), -1, (1, 2)
     for table in (events, ops):
         table["layer"] = 0
+    if recomputed:
+        ops["module"][np.flatnonzero((ops["flops"] > 0) & (ops["phase"] == PHASES.index("backward")))[:2]] = 1
     unit = Unit("model.layers.0", 0, ELEMENTS, ELEMENTS * 4, ELEMENTS * 4)
     facts = TraceFacts(config={"num_experts": experts, "num_experts_per_tok": CHOSEN})
     return replace(found, events=events, ops=ops, modules=MODULES, units=(unit,), facts=facts)
@@ -75,14 +80,15 @@ def test_experts_of_all_ranks_are_not_gathered() -> None:
     assert found[8].step_seconds < found[1].step_seconds
 
 
-@pytest.mark.parametrize(("products", "passes"), [(4, 4), (6, 5), (2, 4)])  # in the backward: plain, recomputed, frozen experts
-def test_tokens_are_exchanged_around_each_pass(products: int, passes: int) -> None:
+@pytest.mark.parametrize("products", [4, 2], ids=["trained", "frozen"])
+@pytest.mark.parametrize(("recomputed", "passes"), [(False, 4), (True, 5)])
+def test_tokens_are_exchanged_around_each_pass(products: int, recomputed: bool, passes: int) -> None:
     """Recomputation sends tokens again, and ends before it needs their results."""
     load, size = imbalance(8, EXPERTS), ROWS * HIDDEN * 2
     sorting = 2 * size * load / (H100.bandwidth_bytes_per_second * EFFICIENCY.bandwidth) + EFFICIENCY.kernel_seconds
-    numbers = seconds("all_to_all", 8 * EXPERTS, 8) * (2 if products == 6 else 1)
+    numbers = seconds("all_to_all", 8 * EXPERTS, 8) * (1 + recomputed)
     expected = passes * (seconds("all_to_all", size * load, 8) + sorting) + numbers
-    assert rows_of(mixture(products=products))[8].exchange_seconds == pytest.approx(expected)
+    assert rows_of(mixture(products=products, recomputed=recomputed))[8].exchange_seconds == pytest.approx(expected)
 
 
 def test_products_read_fewer_weights_and_fill_more_of_a_tile() -> None:
@@ -116,15 +122,17 @@ def test_dense_models_and_single_ranks_have_no_rows() -> None:
 
 def test_reason_names_gains_and_costs() -> None:
     rows = tuple(rows_of(mixture()).values())
-    assert why_experts(()) is None
-    text = why_experts(rows)
+    assert why_experts((), RECIPE) is None
+    text = why_experts(rows, RECIPE)
     assert text is not None
     assert text.startswith("8 ranks that divide the experts are ")
     assert f"all-to-all adds {rows[-1].exchange_seconds:.3g} s" in text
     slow = tuple(replace(row, step_seconds=float(row.ep_size)) for row in rows)
-    assert "2 ranks that divide the experts are 50% slower than without expert parallelism: " in str(why_experts(slow))
+    assert "2 ranks that divide the experts are 50% slower than without expert parallelism: " in str(why_experts(slow, RECIPE))
     close = (replace(rows[0], step_seconds=1.1), replace(rows[1], step_seconds=1.0))
-    assert "10% faster than without expert parallelism, within the error of such gains (a factor of 1.2): " in str(why_experts(close))
+    assert "10% faster than without expert parallelism, within the error of such gains (a factor of 1.2): " in str(
+        why_experts(close, RECIPE)
+    )
 
 
 def test_fullest_rank_has_more_rows_the_fewer_experts_it_has() -> None:
@@ -137,3 +145,10 @@ def test_tiles_of_a_grouped_product_are_torchs() -> None:
     assert tile_share(256, H100) == 256 / (256 + 64)
     assert tile_share(256, B200) == 256 / (256 + 128)
     assert tile_share(64, H100) == 64 / (64 + 32)
+
+
+def test_recipe_that_excludes_divided_experts_is_told_why() -> None:
+    rows = tuple(rows_of(mixture()).values())
+    assert str(why_experts(rows, RECIPE)).endswith("; `fsdp.ep_size` sets them")
+    text = str(why_experts(rows, resolved(kernels={"compile": True})))
+    assert text.endswith("; not with this recipe: `fsdp.ep_size: 8` does not support `kernels.compile: true` (leave `compile` out)")

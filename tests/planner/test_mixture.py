@@ -12,14 +12,14 @@ from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.predict.divided_step import step_work
 from fsdp_tune.planner.predict.memory import fit
-from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED, with_ep_size
+from fsdp_tune.planner.predict.mixture import LOADS_ASSUMED, divided_memory, imbalance, with_ep_size
 from fsdp_tune.planner.predict.predict import plan
 from fsdp_tune.planner.predict.timing import undivided_work
 from fsdp_tune.planner.search.search import MemoryBudget, decide
-from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.planner.trace_format import PHASES, Trace
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
-from tests.planner.test_experts import EFFICIENCY, ELEMENTS, H100, UNLINKED, mixture, rows_of
+from tests.planner.test_experts import EFFICIENCY, ELEMENTS, EXPERTS, H100, ROWS, TOKENS, UNLINKED, mixture, rows_of
 
 EXPERTS_BYTES = ELEMENTS * 4 * 9 // 10
 """Of the layer's experts, when gathered."""
@@ -98,3 +98,24 @@ def test_shards_inside_of_experts_are_copied_once_more(ep: int, copied: bool) ->
 def test_copies_that_were_traced_are_not_added() -> None:
     moved = step_work(with_ep_size(with_copies(inside=True), 2), H100, 1, EFFICIENCY).ops["moved_bytes"]
     assert moved[0] == pytest.approx(2 * ELEMENTS * 4 * 0.55)
+
+
+def test_only_rows_of_experts_grow_with_the_fullest_rank() -> None:
+    """An activation of attention with a row for each token divides by the number of rows of experts as well."""
+    of_tokens, of_experts = TOKENS * 2816 * 2, ROWS * 704 * 2
+    hand = Hand()
+    for block, size in enumerate((of_tokens, of_experts, of_experts, of_tokens), start=10):
+        hand.hold(block, size)
+    for block, size in enumerate((of_tokens, of_experts, of_experts, of_tokens), start=10):
+        hand.hold(block, -size)
+    own = hand.trace().events
+    own["module"], own["layer"] = [2, 1, 0, 0, 0, 0, 0, 0], 0
+    own["phase"][2:4] = PHASES.index("backward")
+    given = mixture()
+    own["at"] += int(given.events["at"].max())
+    found = divided_memory(with_ep_size(replace(given, events=np.concatenate([given.events, own])), 8)).events
+    load = imbalance(8, EXPERTS)
+    held = {int(each["block"]): int(each["bytes"]) for each in found if each["bytes"] > 0}
+    assert [held[block] for block in (10, 13)] == [of_tokens] * 2
+    assert [held[block] for block in (11, 12)] == [round(of_experts * load)] * 2
+    assert all(sum(int(each["bytes"]) for each in found if each["block"] == block) == 0 for block in range(10, 14))

@@ -123,22 +123,18 @@ def _ops(work: StepWork, mixture: Mixture, load: float) -> Records:
 def _passes(work: StepWork, products: npt.NDArray[np.bool_]) -> list[tuple[npt.NDArray[np.int64], bool]]:
     """Return the rows of the products of each pass through the experts of a layer, and whether it is the gradients'.
 
-    A forward has some products; a backward has two for each of these, or one if experts are frozen, after those of a recomputation.
+    A backward has those of a recomputation, which a module makes, before its own, which none does.
     """
     ops, found = work.ops, list[tuple[npt.NDArray[np.int64], bool]]()
     rows = np.flatnonzero(products)
     keys = np.stack([ops[name][rows].astype(np.int64) for name in ("micro", "layer", "phase")], axis=1)
+    of_module = ops["module"][rows] > 0
     forward, backward = PHASES.index("forward"), PHASES.index("backward")
     for micro, layer in {(int(micro), int(layer)) for micro, layer, _ in keys}:
         own = (keys[:, 0] == micro) & (keys[:, 1] == layer)
-        first, second = rows[own & (keys[:, 2] == forward)], rows[own & (keys[:, 2] == backward)]
-        if len(first):
-            found.append((first, False))
-        again = len(first) if len(second) > 2 * len(first) else 0
-        if again:
-            found.append((second[:again], False))
-        if len(second) > again:
-            found.append((second[again:], True))
+        second = own & (keys[:, 2] == backward)
+        passes = ((own & (keys[:, 2] == forward), False), (second & of_module, False), (second & ~of_module, True))
+        found += [(rows[chosen], is_gradient) for chosen, is_gradient in passes if chosen.any()]
     return found
 
 

@@ -28,6 +28,8 @@ from fsdp_tune.planner.predict.mixture import (
 )
 from fsdp_tune.planner.predict.timing import Efficiency, Seconds, rows_of_expert, simulate
 from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.rules.experts import expert_parallel_limits
+from fsdp_tune.recipe.schema.recipe import Recipe
 
 SIZES = (1, 2, 4, 8)
 """Numbers of ranks that are planned, in addition to the recipe's."""
@@ -114,8 +116,8 @@ def _total(seconds: Seconds, micro: npt.NDArray[np.int64], trace: Trace) -> floa
     return float((seconds * (1 + np.where(micro == like, times, 0))).sum())
 
 
-def why_experts(rows: tuple[ExpertRow, ...]) -> str | None:
-    """Explain in a sentence with figures which number of ranks is fastest; None without rows."""
+def why_experts(rows: tuple[ExpertRow, ...], recipe: Recipe) -> str | None:
+    """Explain in a sentence with figures which number of ranks is fastest, and what the recipe would need for it; None without rows."""
     if not rows:
         return None
     alone = rows[0]
@@ -131,4 +133,11 @@ def why_experts(rows: tuple[ExpertRow, ...]) -> str | None:
     products = f"grouped products {shown.product_seconds:.3g} s instead of {alone.product_seconds:.3g} s"
     costs = f"all-to-all adds {shown.exchange_seconds:.3g} s, and the fullest rank has {shown.imbalance:.2f} times the mean rows"
     verdict = f"{shown.ep_size} ranks that divide the experts are {faster}"
-    return f"{verdict}: {gathers}, {products}; {costs}"
+    return f"{verdict}: {gathers}, {products}; {costs}; {_how_to_set(recipe, shown.ep_size)}"
+
+
+def _how_to_set(recipe: Recipe, ep: int) -> str:
+    """Return the key, or what in the recipe excludes it."""
+    fsdp = recipe.fsdp.model_copy(update={"ep_size": ep})
+    against = next(expert_parallel_limits(recipe.model_copy(update={"fsdp": fsdp})), None)
+    return "`fsdp.ep_size` sets them" if against is None else f"not with this recipe: {against.message} ({against.hint})"

@@ -186,11 +186,21 @@ def divided_memory(trace: Trace) -> Trace:
         factors[size] = 1 - share * (1 - 1 / ep)
     scale = np.ones(len(events))
     scale[gathered] = [factors[size] for size in sizes[gathered].tolist()]
-    # Tensors with a row for each token and chosen expert, which are more than those with a row for each token.
-    wide = activations & ~gathered & (sizes % mixture.rows == 0) & (sizes > mixture.rows * 64)
-    scale[wide] = imbalance(ep, mixture.experts)
+    scale[_of_rows_of_experts(trace, mixture, activations & ~gathered)] = imbalance(ep, mixture.experts)
     events["bytes"] = np.sign(events["bytes"]) * np.maximum(1, np.rint(sizes * scale)).astype(np.int64)
     return replace(trace, events=_with_temporaries(trace, mixture, events))
+
+
+def _of_rows_of_experts(trace: Trace, mixture: Mixture, activations: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Select activations with a row for each token and chosen expert: those that modules of experts make, and of the backward, which knows
+    no module, those of the same sizes. A size alone tells nothing: one with a row for each token may divide by their number as well."""
+    events = trace.events
+    sizes = np.abs(events["bytes"])
+    wide = activations & (sizes % mixture.rows == 0) & (sizes > mixture.rows * 64)
+    own = wide & np.array([is_in_experts(name) for name in trace.modules], bool)[events["module"]]
+    blocks, backward = events["block"][own & (events["bytes"] > 0)], events["phase"] == PHASES.index("backward")
+    made = wide & backward & (events["module"] == 0) & np.isin(sizes, sizes[own]) & (events["bytes"] > 0)
+    return wide & np.isin(events["block"], np.concatenate([blocks, events["block"][made]]))
 
 
 def _with_temporaries(trace: Trace, mixture: Mixture, events: Records) -> Records:
