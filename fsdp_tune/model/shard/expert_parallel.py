@@ -150,7 +150,7 @@ def _route(top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) ->
     return _Route(torch.argsort(pairs, stable=True)[: sum(sent)], sent, received, ids)
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     """Send rows to the ranks of a group, and their gradients back."""
 
     @staticmethod
@@ -171,7 +171,7 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: 
 
 
 def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    arrived: torch.Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    arrived: torch.Tensor = _ExchangeRows.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return arrived
 
 
