@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.shard.expert_parallel import KERNELS, RoutedOnce, divide_experts, divided_experts
+from fsdp_tune.model.shard.expert_parallel import RoutedOnce, divide_experts, divided_experts
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import ARCHITECTURES
@@ -75,13 +76,53 @@ def compare_all(ranks: int, cases: list[tuple[str, str]]) -> None:
 
 
 FEW = [("mixtral", "eager"), ("gpt_oss", "grouped_mm")]
-ALL = [(family, kernel) for family in ("mixtral", "gpt_oss") for kernel in sorted(KERNELS)]
+ALL = [(family, kernel) for family in ("mixtral", "gpt_oss") for kernel, each in EXPERTS_KERNELS.items() if each.divided_in]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "cases"), [(2, FEW), pytest.param(4, ALL, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
 def test_divided_experts_compute_what_undivided_ones_do(ranks: int, cases: list[tuple[str, str]], on_ranks: Ranks) -> None:
     on_ranks.run(ranks, compare_all, ranks, cases)
+
+
+def errors_of_bf16(kernels: list[str]) -> dict[str, float]:
+    """On a rank: the largest relative error of a stack's gradient in bf16, by kernel. Many tokens, so that adding them in bf16 shows."""
+    from fsdp_tune.model.internals.transformers_internals import EXPERTS
+    from fsdp_tune.model.loading.construct import build_full
+
+    tokens, ranks, found = 2048, dist.get_world_size(), {}
+    recipe = recipe_of("gpt_oss", ranks, fsdp={"ep_size": ranks})
+    generator = torch.Generator().manual_seed(1)
+    for kernel in kernels:
+        torch.manual_seed(3)
+        model: Any = build_full(recipe)
+        EXPERTS.set(model.config, kernel)
+        name = divided_experts(recipe, model)[0]
+        experts: Any = model.get_submodule(name).to(torch.bfloat16)
+        exact: Any = copy.deepcopy(experts).float()
+        hidden = torch.randn(ranks, tokens, model.config.hidden_size, generator=generator).bfloat16()
+        chosen = torch.rand(ranks, tokens, NO_EXPERT, generator=generator).argsort(-1)[..., :CHOSEN]
+        weights = torch.rand(ranks, tokens, CHOSEN, generator=generator).bfloat16()
+        exact(hidden.flatten(0, 1).float(), chosen.flatten(0, 1), weights.flatten(0, 1).float()).sum().backward()
+        divide_experts(model, [name], init_device_mesh("cpu", (1, ranks), mesh_dim_names=("expert_shard", "ep")), torch.device("cpu"))
+        me = dist.get_rank()
+        experts(hidden[me], chosen[me], weights[me]).sum().backward()
+        for key, parameter in experts.named_parameters():
+            assert parameter.grad.dtype == torch.bfloat16
+            expected = getattr(exact, key).grad.chunk(ranks)[me]
+            error = (parameter.grad.to_local().float() * ranks - expected).norm() / expected.norm()
+            found[kernel] = max(found.get(kernel, 0.0), error.item())
+    return found
+
+
+@pytest.mark.ranks
+def test_gradients_in_bf16_are_sums_in_fp32(on_ranks: Ranks) -> None:
+    """Of every kernel that may divide experts in bf16, for weights and biases; a sum in bf16 is 8 % off or more."""
+    kernels = [name for name, kernel in EXPERTS_KERNELS.items() if "bf16" in kernel.divided_in]
+    assert "batched_mm" not in kernels
+    for found in on_ranks.run(2, errors_of_bf16, kernels):
+        assert found.keys() == set(kernels)
+        assert max(found.values()) < 0.02, found
 
 
 def gathers_of_experts() -> tuple[int, list[str]]:
@@ -159,12 +200,14 @@ def test_recomputed_layer_without_topk_is_refused() -> None:
     [
         ("llama", 2, "has no stacked experts"),
         ("mixtral", 3, "has 4 experts, which do not divide by 3"),
+        ({"from_config": FAMILIES["gpt_oss"], "dtype": "bf16"}, 2, "adds the gradients of all ranks' tokens in bf16"),
         ({"from_config": FAMILIES["mixtral"] | {"hidden_size": 36, "intermediate_size": 50}}, 2, "cannot shard each expert evenly"),
     ],
 )
 def test_model_whose_experts_cannot_be_divided_is_refused(model: Any, size: int, reason: str) -> None:
     """Also by `validate`, which inspects the model without weights."""
-    recipe = recipe_of(model, 3 * size if size == 3 else 14, fsdp={"ep_size": size})
+    kernels = {"experts": "batched_mm"} if "in bf16" in reason else {}
+    recipe = recipe_of(model, 3 * size if size == 3 else 14, fsdp={"ep_size": size}, kernels=kernels)
     (problem,) = find_facts(recipe).problems
     assert (problem.code, problem.where and problem.where.key) == ("experts-not-divisible", "fsdp.ep_size")
     assert reason in problem.message

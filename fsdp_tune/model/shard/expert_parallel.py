@@ -22,13 +22,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
+from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 KEY = "fsdp.ep_size"
-KERNELS = frozenset({"eager", "grouped_mm", "batched_mm"})
-"""Kernels of experts that were shown to multiply a part of the experts."""
 _ARGUMENTS = 4
 """Of the forward of experts: the module, hidden states, indices and weights of the chosen experts."""
 
@@ -102,7 +101,9 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         tokens, chosen = top_k_index.shape
-        own: dict[str, Any] = {name: _mean_gradient(_local(p), size) for name, p in experts.named_parameters(recurse=False)}
+        kernel = EXPERTS.of(experts.config)
+        stacks = ((name, _operand(_local(stack), kernel)) for name, stack in experts.named_parameters(recurse=False))
+        own: dict[str, Any] = {name: _mean_gradient(stack, size) for name, stack in stacks}
         view = ModuleView(experts, num_experts=count // size, **own)
         route = _route(top_k_index, count, group)
         rows = _exchange(hidden_states[route.order // chosen], route.sent, route.received, group)
@@ -122,6 +123,16 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _operand(stack: torch.Tensor, kernel: object) -> torch.Tensor:
+    """Return a stack as a kernel takes it: biases of `grouped_mm` in fp32, so that their gradients are summed over rows in fp32.
+
+    transformers' `grouped_mm` indexes biases by the expert of each row, and the backward of an index adds the rows in the dtype of what
+    is indexed: of thousands of rows, which come from all ranks, bf16 loses a tenth. The biases are added in place to a product, which
+    keeps its dtype. `eager` adds one bias to all rows of its expert, which autograd sums in fp32.
+    """
+    return stack.float() if kernel == "grouped_mm" and stack.ndim == 2 else stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,11 +289,11 @@ def require_divisible_experts(recipe: Recipe, model: PreTrainedModel) -> None:
         raise _refused(recipe, f"{bare_class(model).__name__} has no stacked experts whose kernel can be chosen")
     for name in names:
         experts: Any = model.get_submodule(name)
-        if (reason := _against(experts, size, max(1, recipe.topology.copy_size // size))) is not None:
+        if (reason := _against(experts, size, max(1, recipe.topology.copy_size // size), recipe.compute_dtype)) is not None:
             raise _refused(recipe, f"`{name}` ({bare_class(experts).__name__}) {reason}")
 
 
-def _against(experts: Any, size: int, shards: int) -> str | None:
+def _against(experts: Any, size: int, shards: int, compute_dtype: str) -> str | None:
     """Return why `size` ranks cannot divide a module of experts, of which `shards` ranks hold the same part; None if they can."""
     shapes = {name: parameter.shape for name, parameter in experts.named_parameters(recurse=False)}
     count = int(experts.num_experts)
@@ -292,8 +303,14 @@ def _against(experts: Any, size: int, shards: int) -> str | None:
         return "has parameters that are not stacked by expert"
     if len(inspect.signature(type(experts).forward).parameters) != _ARGUMENTS:
         return "takes other arguments than hidden states, and indices and weights of the chosen experts"
-    if (kernel := str(EXPERTS.of(experts.config))) not in KERNELS:
-        return f"is computed by `kernels.experts: {kernel}`, which was not shown to take a part of the experts"
+    name = str(EXPERTS.of(experts.config))
+    dtypes = EXPERTS_KERNELS[name].divided_in if name in EXPERTS_KERNELS else frozenset()
+    if not dtypes:
+        return f"is computed by `kernels.experts: {name}`, which was not shown to take a part of the experts"
+    if compute_dtype not in dtypes:
+        return (
+            f"is computed in {compute_dtype} by `kernels.experts: {name}`, which adds the gradients of all ranks' tokens in {compute_dtype}"
+        )
     if (other := next((name for name, shape in shapes.items() if dim_inside(shape, shards) is None), None)) is not None:
         return f"has `{other}` of {tuple(shapes[other])}, of which {shards} ranks cannot shard each expert evenly"
     return None
