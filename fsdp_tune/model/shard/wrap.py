@@ -231,28 +231,51 @@ def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.Proce
 
 
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
-    """Set explicit prefetch depths. By default FSDP2 gathers one unit ahead in the backward, and in the forward when the CPU issues it."""
+    """Set explicit prefetch depths. By default FSDP2 gathers one unit ahead in the backward, and in the forward when the CPU issues it.
+
+    `in_forward_order`: the units in the order in which forwards start, so that a unit comes before those inside of it.
+    """
     forward, backward = recipe.fsdp.forward_prefetch, recipe.fsdp.backward_prefetch
     units: list[FSDPModule] = [unit for unit in in_forward_order if isinstance(unit, FSDPModule)]
     depth = int(forward)
     for index, unit in enumerate(units):
         if depth:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
-        if isinstance(backward, int):
-            unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1])
-    _end_backward_prefetch(units, backward)
+    _set_backward_prefetch(units, backward)
 
 
-def _end_backward_prefetch(units: Sequence[FSDPModule], depth: int | str) -> None:
-    """Keep the backward from gathering units without a backward: the frozen ones before the first trained unit (an adapter's embedding)."""
+def _set_backward_prefetch(units: Sequence[FSDPModule], depth: int | str) -> None:
+    """Set what each unit gathers ahead in the backward, and keep it from gathering units without a backward: the frozen ones before the
+    first trained unit (an adapter's embedding). A `depth` that is not a number leaves all other units to FSDP2."""
     first = next((index for index, unit in enumerate(units) if any(p.requires_grad for p in _parameters(unit))), 0)
-    if first == 0:
-        return
+    order = [unit for unit in _in_backward_order(units) if unit not in units[:first]]
     ahead = depth if isinstance(depth, int) else 1
-    for index, unit in enumerate(units[first : first + ahead], start=first):
-        # Without a list FSDP2 gathers the unit before this one; gathering this unit again does nothing.
-        wanted = list(units[max(first, index - ahead) : index][::-1])
-        unit.set_modules_to_backward_prefetch(wanted or [unit])
+    for index, unit in enumerate(order):
+        wanted = order[index + 1 : index + 1 + ahead]
+        if first and len(wanted) < ahead:
+            # Without a list FSDP2 gathers the unit before this one; gathering this unit again does nothing.
+            unit.set_modules_to_backward_prefetch(wanted or [unit])
+        elif isinstance(depth, int):
+            unit.set_modules_to_backward_prefetch(wanted)
+
+
+def _in_backward_order(in_forward_order: Sequence[FSDPModule]) -> list[FSDPModule]:
+    """Return units in the order in which their backwards start: the reverse of that in which their forwards end.
+
+    A layer's backward therefore starts before the backward of the experts inside of it.
+    """
+    ended: list[FSDPModule] = []
+    entered: list[FSDPModule] = []
+    for unit in in_forward_order:
+        while entered and not any(each is unit for each in _modules(entered[-1])):
+            ended.append(entered.pop())
+        entered.append(unit)
+    return [*entered, *reversed(ended)]
+
+
+def _modules(unit: FSDPModule) -> Iterable[nn.Module]:
+    assert isinstance(unit, nn.Module)
+    return unit.modules()
 
 
 def _parameters(unit: FSDPModule) -> Iterable[nn.Parameter]:
