@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
 from fsdp_tune.model.shard.expert_parallel import (
+    average_over_all,
     dim_inside,
     divide_experts,
     divided_experts,
@@ -77,10 +78,9 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     }
     as_stored = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None, cast_forward_inputs=False)}
     experts = frozenset(divided_experts(recipe, model))
-    of_experts: dict[str, Any] = {}
-    if experts:
-        divide_experts(model, sorted(experts), expert_mesh := make_expert_mesh(recipe, device.type), device)
-        of_experts = _options_of_experts(expert_mesh)
+    expert_mesh = make_expert_mesh(recipe, device.type) if experts else None
+    if expert_mesh is not None:
+        model.expert_mesh = expert_mesh  # type: ignore[assignment]
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
         allow_integer_parameters()
     ranks = mesh.size(-1)
@@ -95,15 +95,18 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
         own = as_stored if group in units.in_fp32 else options
-        if group[0] in experts:
+        if is_divided := expert_mesh is not None and group[0] in experts:
+            divide_experts(modules[0], expert_mesh, device)
             # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in fp32 by some routers.
-            own = own | of_experts | {"mp_policy": replace(own["mp_policy"], cast_forward_inputs=False)}
+            own = own | _options_of_experts(expert_mesh) | {"mp_policy": replace(own["mp_policy"], cast_forward_inputs=False)}
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             reshard_after_forward=False if keep else reshard,
             ignored_params=ignored or None,
             **own,
         )
+        if is_divided:
+            average_over_all(modules[0], expert_mesh)
     # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts with it.
     if units.holder is None:
         fully_shard(model, ignored_params=ignored or None, **options)
