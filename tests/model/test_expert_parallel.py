@@ -1,4 +1,4 @@
-"""Divided experts compute what undivided ones do, for every kernel that is allowed, and a recomputed layer routes once."""
+"""Divided experts compute what undivided ones do, for every kernel that is allowed, and other models are refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.errors import Problem, collected
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.model.loading.inspect import find_facts
-from fsdp_tune.model.shard.expert_parallel import RoutedOnce, divide_experts, divided_experts
+from fsdp_tune.model.shard.expert_parallel import divide_experts, divided_experts, require_divisible_experts
+from fsdp_tune.model.shard.fsdp_units import plan_units
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import ARCHITECTURES
@@ -161,40 +160,6 @@ def test_recomputed_layer_gathers_its_experts_once_in_the_backward(on_ranks: Ran
     assert on_ranks.run(4, gathers_of_experts) == [(2 * 2, [])] * 4
 
 
-class _Layer(nn.Module):
-    """A router whose scores differ from call to call in the last place, between two experts of equal score."""
-
-    def __init__(self, call: Any) -> None:
-        super().__init__()
-        self.calls, self.chosen, self._call = 0, [], call
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        scores = torch.ones(3, 4) * hidden.sum()
-        scores = scores + torch.eye(4)[self.calls % 4] * 1e-6
-        values, indices = self._call(scores)
-        self.chosen.append(indices)
-        values /= values.sum()  # in place, as in several routers
-        return (values * indices * hidden).sum()
-
-
-@pytest.mark.parametrize(
-    "call", [lambda scores: torch.topk(scores, k=2, dim=-1), lambda scores: scores.topk(2)], ids=["function", "method"]
-)
-def test_recomputed_layer_chooses_what_its_forward_chose(call: Any) -> None:
-    for routes_once in (True, False):
-        layer, hidden = _Layer(call), torch.tensor(2.0, requires_grad=True)
-        options: dict[str, Any] = {"context_fn": RoutedOnce("layer").contexts} if routes_once else {}
-        checkpoint(layer, hidden, use_reentrant=False, **options).backward()
-        first, again = layer.chosen
-        assert torch.equal(first, again) is routes_once
-
-
-def test_recomputed_layer_without_topk_is_refused() -> None:
-    with pytest.raises(FsdpTuneError, match=r"`layer` chooses experts without `torch\.topk`"):
-        checkpoint(torch.sin, torch.zeros(2, requires_grad=True), use_reentrant=False, context_fn=RoutedOnce("layer").contexts)
-
-
 @pytest.mark.parametrize(
     ("model", "size", "reason"),
     [
@@ -211,3 +176,47 @@ def test_model_whose_experts_cannot_be_divided_is_refused(model: Any, size: int,
     (problem,) = find_facts(recipe).problems
     assert (problem.code, problem.where and problem.where.key) == ("experts-not-divisible", "fsdp.ep_size")
     assert reason in problem.message
+
+
+def _share(model: Any) -> None:
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+
+
+def _add_to_layer(model: Any) -> None:
+    block = model.model.layers[1].mlp
+    block.experts_of_images = copy.deepcopy(block.experts)
+
+
+def _add_outside(model: Any) -> None:
+    model.model.experts = copy.deepcopy(model.model.layers[1].mlp.experts)
+
+
+def _rename_argument(model: Any) -> None:
+    experts = model.model.layers[0].mlp.experts
+
+    def forward(self: Any, hidden_states: Any, router_mask: Any, router_probs: Any) -> None: ...
+
+    experts.__class__ = type("Experts", (type(experts),), {"forward": forward})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_share, "`model.layers.0.mlp.experts` (MixtralExperts) shares parameters with another module"),
+        (_add_to_layer, "`model.layers.1` has 2 modules of experts, and a rank may call one that others do not"),
+        (_add_outside, "it has experts outside of its decoder layers"),
+        (_rename_argument, "takes other arguments than hidden states, and indices and weights of the chosen experts"),
+    ],
+)
+def test_experts_that_ranks_may_not_all_call_or_own_are_refused(change: Any, reason: str) -> None:
+    from fsdp_tune.model.loading.construct import build_empty, config_or_facts
+
+    recipe = recipe_of("mixtral", 2, fsdp={"ep_size": 2})
+    model: Any = build_empty(recipe, config_or_facts(recipe)[0])
+    change(model)
+    problems: list[Problem] = []
+    with collected(problems):
+        plan_units(recipe, model)
+        require_divisible_experts(recipe, model)
+    assert [(problem.code, reason in problem.message) for problem in problems] == [("experts-not-divisible", True)]

@@ -43,12 +43,13 @@ def stepped(recipe: Any, model: Any) -> Any:
 def unsharded_parts() -> list[int]:
     """On a rank: at each call of `fully_shard`, the number of modules that hold a part of the experts and are not sharded yet."""
     from fsdp_tune.model.shard import wrap
+    from fsdp_tune.model.shard.expert_parallel import exchange_group
 
     recipe, model = built(fsdp={"ep_size": 2, "cpu_ram_efficient_loading": False})
     found, original = [], wrap.fully_shard
 
     def shard(modules: Any, **options: Any) -> Any:
-        found.append(sum("expert_group" in vars(each) and not isinstance(each, FSDPModule) for each in model.modules()))
+        found.append(sum(exchange_group(each) is not None and not isinstance(each, FSDPModule) for each in model.modules()))
         return original(modules, **options)
 
     with patch.object(wrap, "fully_shard", shard):

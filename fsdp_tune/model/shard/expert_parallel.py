@@ -9,7 +9,8 @@ full stacks, so optimizers, checkpoints and merges see tensors of the usual name
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +20,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
+from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
+from fsdp_tune.model.shard.routed_once import RoutedOnce, is_known_to_choose_otherwise
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 KEY = "fsdp.ep_size"
-_ARGUMENTS = 4
-"""Of the forward of experts: the module, hidden states, indices and weights of the chosen experts."""
 
 
 def divided_experts(recipe: Recipe, model: nn.Module) -> list[str]:
@@ -46,10 +46,10 @@ def expert_mesh_of(wrapped: nn.Module) -> DeviceMesh | None:
     return found
 
 
-def expert_group_sizes(model: nn.Module) -> set[int]:
-    """Return the numbers of ranks among which modules of experts exchange tokens in a live model; {1} if none does."""
-    groups: list[dist.ProcessGroup] = [vars(module)["expert_group"] for module in model.modules() if "expert_group" in vars(module)]
-    return {group.size() for group in groups} or {1}
+def exchange_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group among which the live forward of a module exchanges tokens; None if it exchanges none."""
+    found: dist.ProcessGroup | None = getattr(vars(module).get("forward"), "expert_group", None)
+    return found
 
 
 def make_expert_mesh(recipe: Recipe, device_type: str) -> DeviceMesh:
@@ -77,8 +77,9 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh, device: torch.device) -
     ep = mesh["ep"]
     for key, whole in list(experts.named_parameters(recurse=False)):
         setattr(experts, key, nn.Parameter(_part(whole.detach(), ep, device), requires_grad=whole.requires_grad))
-    experts.forward = _over_ranks(experts, ep.get_group())  # type: ignore[method-assign]
-    experts.expert_group = ep.get_group()  # type: ignore[assignment]  # for the read-back
+    forward: Any = _over_ranks(experts, ep.get_group())
+    forward.expert_group = ep.get_group()  # for the read-back: another forward has none
+    experts.forward = forward
 
 
 def average_over_all(unit: FSDPModule, mesh: DeviceMesh) -> None:
@@ -115,7 +116,8 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
         kernel = EXPERTS.of(experts.config)
         stacks = ((name, _operand(_local(stack), kernel)) for name, stack in experts.named_parameters(recurse=False))
         view = ModuleView(experts, num_experts=count // size, **dict(stacks))
-        route = _route(top_k_index, count, group)
+        once = RoutedOnce.entered
+        route = _route(top_k_index, count, group) if once is None else once.route(top_k_index, lambda: _route(top_k_index, count, group))
         rows = _exchange(hidden_states[route.order // chosen], route.sent, route.received, group)
         ids, arrived = route.ids, len(rows)
         if arrived == 0:  # a row of zeros, so that the parameters have a gradient, which is zero, on every rank
@@ -196,115 +198,63 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: d
     return arrived
 
 
-# ---- A layer that is recomputed routes once
-
-
-class RoutedOnce:
-    """Make the recomputation of a layer choose the experts that its forward chose.
-
-    A recomputed router may round otherwise than in the forward (kernels whose order of sums varies), and two experts of nearly equal score
-    would change places: tokens would be sent elsewhere, and gradients would not be those of the loss. So the indices of each `topk` in the
-    layer are kept, and its values are taken at these.
-    """
-
-    def __init__(self, layer: str) -> None:
-        self._layer = layer
-        self._kept: list[torch.Tensor] = []
-
-    def contexts(self) -> tuple[TorchFunctionMode, TorchFunctionMode]:
-        """Return the contexts of the forward and of the recomputation (`context_fn` of torch's `checkpoint`)."""
-        return _Choosing(self._choose, self._require_choice), _Choosing(self._repeat(), lambda: None)
-
-    def _choose(self, **arguments: Any) -> torch.Tensor:
-        indices = torch.topk(**arguments).indices
-        self._kept.append(indices.clone())
-        return indices
-
-    def _require_choice(self) -> None:
-        if not self._kept:
-            message = f"`{self._layer}` chooses experts without `torch.topk`, and its recomputation could choose others"
-            raise failed_error("experts-not-chosen-by-topk", message, hint="--set fsdp.activation_checkpointing=none")
-
-    def _repeat(self) -> Callable[..., torch.Tensor]:
-        kept: Iterator[torch.Tensor] | None = None
-
-        def repeat(**_: Any) -> torch.Tensor:
-            nonlocal kept
-            kept = iter(self._kept) if kept is None else kept
-            return next(kept).clone()
-
-        return repeat
-
-
-class _Choosing(TorchFunctionMode):
-    """Call `choose` for the indices of each `topk`. Forward and recomputation gather its values, so autograd saves the same tensors."""
-
-    def __init__(self, choose: Callable[..., torch.Tensor], at_end: Callable[[], None]) -> None:
-        super().__init__()
-        self._choose, self._at_end = choose, at_end
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **kwargs)
-        arguments = _TOPK.bind(*args, **kwargs).arguments
-        with torch.no_grad():
-            indices = self._choose(**arguments)
-        return torch.return_types.topk((arguments["input"].gather(arguments.get("dim", -1), indices), indices))
-
-    def __exit__(self, exc_type: Any, *rest: Any) -> None:
-        super().__exit__(exc_type, *rest)
-        if exc_type is None:
-            self._at_end()
-
-
-def _topk(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> None:  # noqa: FBT001, FBT002
-    """The arguments of `torch.topk`, which has no signature."""
-
-
-_TOPK = inspect.signature(_topk)
-
-
 # ---- Models that it does not suit
 
 
 def require_divisible_experts(recipe: Recipe, model: PreTrainedModel) -> None:
     """Check the experts of a bare model against `fsdp.ep_size`. Raises: usage error (exit 2)."""
-    size = recipe.fsdp.ep_size
-    if size == 1:
+    if recipe.fsdp.ep_size == 1:
         return
     names = divided_experts(recipe, model)
     if not names:
-        raise _refused(recipe, f"{bare_class(model).__name__} has no stacked experts whose kernel can be chosen")
+        raise refused_experts(recipe, f"{bare_class(model).__name__} has no stacked experts whose kernel can be chosen")
+    owners = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name in names:
         experts: Any = model.get_submodule(name)
-        if (reason := _against(experts, size, max(1, recipe.topology.copy_size // size), recipe.compute_dtype)) is not None:
-            raise _refused(recipe, f"`{name}` ({bare_class(experts).__name__}) {reason}")
+        if any(owners[parameter] > 1 for parameter in experts.parameters()):
+            reason: str | None = "shares parameters with another module"
+        else:
+            reason = _against(recipe, experts) or _against_recomputing(recipe, model, name)
+        if reason is not None:
+            raise refused_experts(recipe, f"`{name}` ({bare_class(experts).__name__}) {reason}")
 
 
-def _against(experts: Any, size: int, shards: int, compute_dtype: str) -> str | None:
-    """Return why `size` ranks cannot divide a module of experts, of which `shards` ranks hold the same part; None if they can."""
+def _against(recipe: Recipe, experts: Any) -> str | None:
+    """Return why the ranks of a recipe cannot divide a module of experts; None if they can."""
     shapes = {name: parameter.shape for name, parameter in experts.named_parameters(recurse=False)}
-    count = int(experts.num_experts)
+    count, size = int(experts.num_experts), recipe.fsdp.ep_size
+    shards = max(1, recipe.topology.copy_size // size)
     if count % size:
         return f"has {count} experts, which do not divide by {size}: write a divisor of {count}"
     if len(list(experts.parameters())) != len(shapes) or any(len(shape) < 2 or shape[0] != count for shape in shapes.values()):
         return "has parameters that are not stacked by expert"
-    if len(inspect.signature(type(experts).forward).parameters) != _ARGUMENTS:
+    arguments = list(inspect.signature(type(experts).forward).parameters)
+    if len(arguments) != 4 or arguments[2] not in EXPERT_INDEX_ARGUMENTS:  # the first is the module
         return "takes other arguments than hidden states, and indices and weights of the chosen experts"
-    name = str(EXPERTS.of(experts.config))
+    name, dtype = str(EXPERTS.of(experts.config)), recipe.compute_dtype
     dtypes = EXPERTS_KERNELS[name].divided_in if name in EXPERTS_KERNELS else frozenset()
     if not dtypes:
         return f"is computed by `kernels.experts: {name}`, which was not shown to take a part of the experts"
-    if compute_dtype not in dtypes:
-        return (
-            f"is computed in {compute_dtype} by `kernels.experts: {name}`, which adds the gradients of all ranks' tokens in {compute_dtype}"
-        )
+    if dtype not in dtypes:
+        return f"is computed in {dtype} by `kernels.experts: {name}`, which adds the gradients of all ranks' tokens in {dtype}"
     if (other := next((name for name, shape in shapes.items() if dim_inside(shape, shards) is None), None)) is not None:
         return f"has `{other}` of {tuple(shapes[other])}, of which {shards} ranks cannot shard each expert evenly"
     return None
 
 
-def _refused(recipe: Recipe, reason: str) -> FsdpTuneError:
+def _against_recomputing(recipe: Recipe, model: PreTrainedModel, name: str) -> str | None:
+    """Return why a layer with these experts cannot be recomputed, as far as a model without weights shows it."""
+    experts = model.get_submodule(name)
+    if recipe.fsdp.activation_checkpointing == "none" or not all(parameter.is_meta for parameter in experts.parameters()):
+        return None
+    block, width = model.get_submodule(name.rpartition(".")[0]), model.get_input_embeddings().weight.shape[1]
+    if not is_known_to_choose_otherwise(block, experts, int(width)):
+        return None
+    way = f"`fsdp.activation_checkpointing: {recipe.fsdp.activation_checkpointing}`"
+    return f"gets experts that no `torch.topk` chooses, so that a recomputed layer could choose others; leave {way} out"
+
+
+def refused_experts(recipe: Recipe, reason: str) -> FsdpTuneError:
+    """Return the usage error for a model that `fsdp.ep_size` does not support."""
     message = f"`{KEY}: {recipe.fsdp.ep_size}` does not support this model: {reason}"
     return usage_error("experts-not-divisible", message, where=Where(key=KEY), hint=f"--set {KEY}=1")

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, SCALED_MM, SCHEMA, observing_mode
-from fsdp_tune.model.shard.expert_parallel import RoutedOnce, divided_experts
+from fsdp_tune.model.shard.expert_parallel import divided_experts
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.host_copies import HostCopies
+from fsdp_tune.model.shard.routed_once import RoutedOnce
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 aten = torch.ops.aten
@@ -185,13 +186,12 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
     """Make the recomputed layers drop their activations in the forward. Call it before wrapping."""
     layers = checkpointed_layers(recipe, model)
     copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
-    experts = divided_experts(recipe, model)
+    selective = recipe.fsdp.activation_checkpointing == "selective"
     for name, layer in layers:
-        routes = any(each.startswith(f"{name}.") for each in experts)
         layer.forward = _checkpointed(  # type: ignore[method-assign]
             name,
             layer,
-            contexts=_contexts(name, selective=recipe.fsdp.activation_checkpointing == "selective", routes=routes),
+            contexts=_contexts(name, selective=selective, routes=bool(divided_experts(recipe, layer))),
             copies=copies,
             is_uppermost=layer is layers[-1][1],
         )

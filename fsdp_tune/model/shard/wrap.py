@@ -28,7 +28,6 @@ from fsdp_tune.model.shard.expert_parallel import (
     average_over_all,
     dim_inside,
     divide_experts,
-    divided_experts,
     expert_mesh_of,
     make_expert_mesh,
     mesh_of_shards,
@@ -77,8 +76,7 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         "offload_policy": offload_policy(recipe, device.type),
     }
     as_stored = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None, cast_forward_inputs=False)}
-    experts = frozenset(divided_experts(recipe, model))
-    expert_mesh = make_expert_mesh(recipe, device.type) if experts else None
+    expert_mesh = make_expert_mesh(recipe, device.type) if units.divided else None
     if expert_mesh is not None:
         model.expert_mesh = expert_mesh  # type: ignore[assignment]
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
@@ -95,7 +93,7 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
         own = as_stored if group in units.in_fp32 else options
-        if is_divided := expert_mesh is not None and group[0] in experts:
+        if is_divided := expert_mesh is not None and group[0] in units.divided:
             divide_experts(modules[0], expert_mesh, device)
             # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in fp32 by some routers.
             own = own | _options_of_experts(expert_mesh) | {"mp_policy": replace(own["mp_policy"], cast_forward_inputs=False)}
