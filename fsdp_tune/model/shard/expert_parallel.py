@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -247,8 +247,8 @@ def _against_recomputing(recipe: Recipe, model: PreTrainedModel, name: str) -> s
     experts = model.get_submodule(name)
     if recipe.fsdp.activation_checkpointing == "none" or not all(parameter.is_meta for parameter in experts.parameters()):
         return None
-    block, width = model.get_submodule(name.rpartition(".")[0]), model.get_input_embeddings().weight.shape[1]
-    if not is_known_to_choose_otherwise(block, experts, int(width)):
+    block, embedding = model.get_submodule(name.rpartition(".")[0]), cast(nn.Embedding, model.get_input_embeddings())
+    if not is_known_to_choose_otherwise(block, experts, embedding.embedding_dim):
         return None
     way = f"`fsdp.activation_checkpointing: {recipe.fsdp.activation_checkpointing}`"
     return f"gets experts that no `torch.topk` chooses, so that a recomputed layer could choose others; leave {way} out"

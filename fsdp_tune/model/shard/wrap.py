@@ -93,18 +93,15 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
         own = as_stored if group in units.in_fp32 else options
-        if is_divided := expert_mesh is not None and group[0] in units.divided:
-            divide_experts(modules[0], expert_mesh, device)
-            # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in fp32 by some routers.
-            own = own | _options_of_experts(expert_mesh) | {"mp_policy": replace(own["mp_policy"], cast_forward_inputs=False)}
+        if expert_mesh is not None and group[0] in units.divided:
+            _shard_experts(modules[0], expert_mesh, device, own | {"reshard_after_forward": reshard})
+            continue
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             reshard_after_forward=False if keep else reshard,
             ignored_params=ignored or None,
             **own,
         )
-        if is_divided:
-            average_over_all(modules[0], expert_mesh)
     # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts with it.
     if units.holder is None:
         fully_shard(model, ignored_params=ignored or None, **options)
@@ -116,9 +113,9 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     return model
 
 
-def _options_of_experts(expert_mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the options of the units of divided experts: sharded inside of each expert, since the ranks of `ep` divide the first
-    dimension."""
+def _shard_experts(experts: nn.Module, expert_mesh: DeviceMesh, device: torch.device, options: dict[str, Any]) -> None:
+    """Make the unit of divided experts: sharded inside of each expert, since the ranks of `ep` divide the first dimension."""
+    divide_experts(experts, expert_mesh, device)
     mesh = mesh_of_shards(expert_mesh)
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -126,7 +123,11 @@ def _options_of_experts(expert_mesh: DeviceMesh) -> dict[str, Any]:
         assert dim is not None, "`require_divisible_experts` refuses others"
         return Shard(dim)
 
-    return {"mesh": mesh, "shard_placement_fn": placement}
+    # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in fp32 by some routers.
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
+    of_experts: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placement, "mp_policy": policy}
+    unit: Any = fully_shard(experts, **options | of_experts)
+    average_over_all(unit, expert_mesh)
 
 
 def begin_micro_batch(recipe: Recipe, wrapped: nn.Module, *, is_last: bool) -> None:
@@ -274,7 +275,7 @@ def _in_backward_order(in_forward_order: Sequence[FSDPModule]) -> list[FSDPModul
     return [*entered, *reversed(ended)]
 
 
-def _modules(unit: FSDPModule) -> Iterable[nn.Module]:
+def _modules(unit: FSDPModule) -> Iterable[object]:
     assert isinstance(unit, nn.Module)
     return unit.modules()
 
