@@ -16,7 +16,8 @@ from tests.model.recipes import recipe_of
 from tests.ranks import Ranks
 
 LAYERS = 3
-_MODEL = {"from_config": FAMILIES["mixtral"] | {"num_hidden_layers": LAYERS, "num_local_experts": 6}}
+_MODEL = {"from_config": FAMILIES["qwen2_moe"] | {"num_hidden_layers": LAYERS, "num_experts": 6}}
+"""A shared expert follows the divided ones, so that the recomputation of a layer runs the forward of these."""
 
 
 def built(**sections: Any) -> tuple[Any, Any]:
@@ -63,11 +64,11 @@ def test_experts_of_one_module_at_a_time_are_unsharded(on_ranks: Ranks) -> None:
         assert sorted(found)[-LAYERS - 1 :] == [0] + [1] * LAYERS
 
 
-def gathers_of_backward(recomputation: str, depth: int | str) -> list[str]:
+def gathers_of_backward(recomputation: str, depth: int | str, forward_depth: int | bool) -> list[str]:
     """On a rank: the units that a backward gathers, in order."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    fsdp = {"ep_size": 2, "activation_checkpointing": recomputation, "backward_prefetch": depth}
+    fsdp = {"ep_size": 2, "activation_checkpointing": recomputation, "backward_prefetch": depth, "forward_prefetch": forward_depth}
     recipe, model = built(fsdp=fsdp)
     found: list[str] = []
     gather, loss_backward = FSDPParamGroup.unshard, torch.Tensor.backward
@@ -86,7 +87,12 @@ def gathers_of_backward(recomputation: str, depth: int | str) -> list[str]:
     return found
 
 
-CASES: list[tuple[str, int | str]] = [("none", 1), ("none", "BACKWARD_PRE"), ("full", 1), ("full", 3)]
+CASES: list[tuple[str, int | str, int | bool]] = [
+    ("none", 1, False),
+    ("none", "BACKWARD_PRE", 1),
+    ("full", "BACKWARD_PRE", 1),
+    ("full", 3, 2),
+]
 
 
 def all_gathers_of_backward() -> list[list[str]]:
@@ -95,7 +101,10 @@ def all_gathers_of_backward() -> list[list[str]]:
 
 @pytest.mark.ranks
 def test_backward_gathers_a_layer_before_its_experts(on_ranks: Ranks) -> None:
-    """A layer's backward starts before that of the experts inside of it. Gathers in another order would wait for each other."""
+    """A layer's backward starts before that of the experts inside of it. Gathers in another order would wait for each other.
+
+    A recomputation gathers nothing ahead, although it runs the forward of experts.
+    """
     expected = [name for index in reversed(range(LAYERS)) for name in (f"model.layers.{index}", f"model.layers.{index}.mlp.experts")]
     for rank in on_ranks.run(2, all_gathers_of_backward):
         for case, found in zip(CASES, rank, strict=True):
