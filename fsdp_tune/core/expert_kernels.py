@@ -24,6 +24,8 @@ class ExpertsKernel:
     """Whether `torch.compile` takes it: it starts no work whose size depends on the routing."""
     why_not: str | None = None
     """Why it cannot train."""
+    divided_in: frozenset[str] = frozenset()
+    """Compute dtypes in which ranks may divide its experts (`fsdp.ep_size`): it then adds the gradients of many rows in fp32."""
 
     def against(self, name: str, capability: tuple[int, int]) -> str | None:
         """Return why it does not run on a GPU of this name and compute capability; None if it does."""
@@ -33,9 +35,10 @@ class ExpertsKernel:
 # Sources: transformers 5.17 and 5.24 (`integrations/moe.py`, `sonicmoe.py`, `deepgemm.py`), and the README of Dao-AILab/sonic-moe (2026).
 EXPERTS_KERNELS = MappingProxyType(
     {
-        "grouped_mm": ExpertsKernel(),
-        "batched_mm": ExpertsKernel(),
-        "eager": ExpertsKernel(compiles=False),
+        "grouped_mm": ExpertsKernel(divided_in=frozenset({"fp32", "bf16"})),
+        # It indexes all stacks by the expert of each row, and the backward of an index adds the rows in the dtype of the stack.
+        "batched_mm": ExpertsKernel(divided_in=frozenset({"fp32"})),
+        "eager": ExpertsKernel(compiles=False, divided_in=frozenset({"fp32", "bf16"})),
         "sonicmoe": ExpertsKernel(
             frozenset({9, 10, 12}),
             ("kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_tune.recipe.schema.keys import Finding
 from fsdp_tune.recipe.schema.kinds import ShardingStrategy
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.world import WORLD_RULES, World
+from fsdp_tune.recipe.world import WORLD_RULES, World, mesh_sizes
 
 MIN_MACHINES = "launch.min_machines"
 
@@ -43,8 +43,25 @@ def smaller_sizes(recipe: Recipe, resolved: Recipe) -> dict[int, str | None]:
         smaller = recipe_for_machines(recipe, resolved, machines)
         world = World(machines * resolved.local_world_size, machines)
         wrong = next((finding for rule in WORLD_RULES for finding in rule(smaller, world)), None)
-        found[machines] = wrong.message if wrong is not None else None
+        found[machines] = wrong.message if wrong is not None else _against_experts(smaller, resolved, world)
     return found
+
+
+def _against_experts(smaller: Recipe, resolved: Recipe, world: World) -> str | None:
+    """Return why `fsdp.ep_size` may not fit a smaller number of ranks; None if it does.
+
+    The ranks with the same experts shard each expert evenly. A recipe does not have the widths of experts, but those of all machines are
+    known to divide by the ranks of all machines, and therefore by any divisor of their number.
+    """
+    size = resolved.fsdp.ep_size
+    if size == 1 or not resolved.is_sharded:
+        return None
+    before, after = (topology.copy_size // size for topology in (resolved.topology, mesh_sizes(smaller, world).topology))
+    if before % after == 0:
+        return None
+    return (
+        f"with `fsdp.ep_size: {size}`, {after} ranks would shard each expert, and {after} is not a divisor of the {before} on all machines"
+    )
 
 
 def described_sizes(recipe: Recipe, resolved: Recipe) -> tuple[Finding | None, bool]:

@@ -236,6 +236,8 @@ class LiveState(PartialFacts):
     """Number of ranks that share a row."""
     expert_group: int = 1
     """Number of ranks that divide the experts of a layer and exchange tokens."""
+    exchanging_ranks: dict[str, list[int]] = Field(default_factory=dict[str, list[int]])
+    """Of modules whose experts are divided: the ranks among which the live forward exchanges tokens, by name of the module."""
     own_experts: dict[str, list[int]] = Field(default_factory=dict[str, list[int]])
     """Of divided experts: the first and the end of those that this rank holds, by name of the parameter."""
     offload_params: bool = False

@@ -62,7 +62,16 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [replace(_BASE, precision="bf16", accumulation=2, packed=True), replace(_OSS, precision="bf16")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(_BASE, precision="bf16", accumulation=2, packed=True),
+        replace(_OSS, precision="bf16"),
+        replace(_OSS, precision="bf16", ranks=4, fsdp=ep(4), recomputation="full", packed=True),
+        replace(_OSS, precision="bf16", kernels=(("experts", "eager"),)),
+    ],
+    ids=str,
+)
 def test_run_in_bf16_is_as_near_as_one_device(case: Case, bench: Bench) -> None:
     assert_as_near_as_bf16(case, bench, lambda name, row: None, SECTION)
 

@@ -89,6 +89,21 @@ def test_numbers_that_do_not_divide_are_skipped_and_reported() -> None:
     assert notice.where.key == "launch.min_machines"
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "allowed"),
+    [("ep_size: 4", [2, 1]), ("ep_size: 1", [3, 2, 1]), ("ep_size: 2, sharding_strategy: HYBRID_SHARD", [3, 2, 1])],
+    ids=["one copy", "undivided", "a copy on each machine"],
+)
+def test_experts_are_sharded_over_a_divisor_of_their_ranks(fsdp: str, allowed: list[int]) -> None:
+    """Their widths are known to divide by the ranks of all machines, and may not divide by 3. The run would end after a machine is lost."""
+    recipe, resolution = resolved(written(4, 1, training="global_batch_size: 48", more=f"fsdp: {{{fsdp}}}\n"))
+    sizes = smaller_sizes(recipe, resolution.recipe)
+    assert [machines for machines, reason in sizes.items() if reason is None] == allowed
+    (notice,) = [each for each in resolution.notices if each.code == "fewer-machines"]
+    reason = "not on 3: with `fsdp.ep_size: 4`, 3 ranks would shard each expert, and 3 is not a divisor of the 4 on all machines"
+    assert (reason in notice.message) is (3 not in allowed)
+
+
 def test_no_smaller_number_is_an_error() -> None:
     with pytest.raises(FsdpTuneError) as caught:
         resolved(written(4, 3, training="global_batch_size: 16"))

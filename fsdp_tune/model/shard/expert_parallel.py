@@ -9,28 +9,28 @@ full stacks, so optimizers, checkpoints and merges see tensors of the usual name
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
+from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
+from fsdp_tune.model.shard.routed_once import RoutedOnce, is_known_to_choose_otherwise
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 KEY = "fsdp.ep_size"
-KERNELS = frozenset({"eager", "grouped_mm", "batched_mm"})
-"""Kernels of experts that were shown to multiply a part of the experts."""
-_ARGUMENTS = 4
-"""Of the forward of experts: the module, hidden states, indices and weights of the chosen experts."""
 
 
 def divided_experts(recipe: Recipe, model: nn.Module) -> list[str]:
@@ -46,10 +46,10 @@ def expert_mesh_of(wrapped: nn.Module) -> DeviceMesh | None:
     return found
 
 
-def expert_group_sizes(model: nn.Module) -> set[int]:
-    """Return the numbers of ranks among which modules of experts exchange tokens in a live model; {1} if none does."""
-    groups: list[dist.ProcessGroup] = [vars(module)["expert_group"] for module in model.modules() if "expert_group" in vars(module)]
-    return {group.size() for group in groups} or {1}
+def exchange_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group among which the live forward of a module exchanges tokens; None if it exchanges none."""
+    found: dist.ProcessGroup | None = getattr(vars(module).get("forward"), "expert_group", None)
+    return found
 
 
 def make_expert_mesh(recipe: Recipe, device_type: str) -> DeviceMesh:
@@ -71,20 +71,31 @@ def dim_inside(shape: torch.Size, ranks: int) -> int | None:
     return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
 
 
-def divide_experts(model: nn.Module, names: list[str], mesh: DeviceMesh, device: torch.device) -> None:
-    """Leave each module its part of the experts, and exchange tokens around its forward. Call it on the bare model, before FSDP2."""
+def divide_experts(experts: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Leave a module its part of the experts, and exchange tokens around its forward. Call it directly before FSDP2 shards the module,
+    so that one part is unsharded on the device at a time."""
     ep = mesh["ep"]
-    for name in names:
-        experts = model.get_submodule(name)
-        for key, whole in list(experts.named_parameters(recurse=False)):
-            setattr(experts, key, nn.Parameter(_part(whole.detach(), ep, device), requires_grad=whole.requires_grad))
-        experts.forward = _over_ranks(experts, ep.get_group())  # type: ignore[method-assign]
-        experts.expert_group = ep.get_group()  # type: ignore[assignment]  # for the read-back
-    model.expert_mesh = mesh  # type: ignore[assignment]
+    for key, whole in list(experts.named_parameters(recurse=False)):
+        setattr(experts, key, nn.Parameter(_part(whole.detach(), ep, device), requires_grad=whole.requires_grad))
+    forward: Any = _over_ranks(experts, ep.get_group())
+    forward.expert_group = ep.get_group()  # for the read-back: another forward has none
+    experts.forward = forward
+
+
+def average_over_all(unit: FSDPModule, mesh: DeviceMesh) -> None:
+    """Make FSDP2 divide the gradients of a unit of divided experts by all ranks of their mesh.
+
+    The gradient of a rank is the sum over the tokens of all ranks of `ep`, and FSDP2 would divide by the others alone. It divides after
+    its reduction, in `reduce_dtype`.
+    """
+    unit.set_gradient_divide_factor(mesh.size())
+    # Without it FSDP2 uses an operation of NCCL. With it, torch 2.11 to 2.14 divide twice if no other rank has these experts.
+    unit.set_force_sum_reduction_for_comms(mesh["expert_shard"].size() > 1)
 
 
 def _part(whole: torch.Tensor, ep: DeviceMesh, device: torch.device) -> DTensor:
     """Return a stack of which this rank holds its experts, without communication."""
+    assert not isinstance(whole, DTensor), "a unit holds it already"
     share = whole.shape[0] // ep.size()
     own = whole.narrow(0, ep.get_local_rank() * share, share)
     if not own.is_meta:
@@ -102,9 +113,11 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         tokens, chosen = top_k_index.shape
-        own: dict[str, Any] = {name: _mean_gradient(_local(p), size) for name, p in experts.named_parameters(recurse=False)}
-        view = ModuleView(experts, num_experts=count // size, **own)
-        route = _route(top_k_index, count, group)
+        kernel = EXPERTS.of(experts.config)
+        stacks = ((name, _operand(_local(stack), kernel)) for name, stack in experts.named_parameters(recurse=False))
+        view = ModuleView(experts, num_experts=count // size, **dict(stacks))
+        once = RoutedOnce.entered
+        route = _route(top_k_index, count, group) if once is None else once.route(top_k_index, lambda: _route(top_k_index, count, group))
         rows = _exchange(hidden_states[route.order // chosen], route.sent, route.received, group)
         ids, arrived = route.ids, len(rows)
         if arrived == 0:  # a row of zeros, so that the parameters have a gradient, which is zero, on every rank
@@ -122,6 +135,16 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _operand(stack: torch.Tensor, kernel: object) -> torch.Tensor:
+    """Return a stack as a kernel takes it: biases of `grouped_mm` in fp32, so that their gradients are summed over rows in fp32.
+
+    transformers' `grouped_mm` indexes biases by the expert of each row, and the backward of an index adds the rows in the dtype of what
+    is indexed: of thousands of rows, which come from all ranks, bf16 loses a tenth. The biases are added in place to a product, which
+    keeps its dtype. `eager` adds one bias to all rows of its expert, which autograd sums in fp32.
+    """
+    return stack.float() if kernel == "grouped_mm" and stack.ndim == 2 else stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,130 +198,63 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: d
     return arrived
 
 
-class _MeanGradient(torch.autograd.Function):
-    """Divide the gradient of this rank's experts, which is a sum over the tokens of all ranks of the group, by their number.
-
-    FSDP2 then averages over the ranks with the same experts, so that the gradient is the mean over all ranks, as that of any parameter.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, ranks: int) -> torch.Tensor:
-        ctx.ranks = ranks
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] / ctx.ranks, None
-
-
-def _mean_gradient(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
-    own: torch.Tensor = _MeanGradient.apply(parameter, ranks)  # type: ignore[no-untyped-call]
-    return own
-
-
-# ---- A layer that is recomputed routes once
-
-
-class RoutedOnce:
-    """Make the recomputation of a layer choose the experts that its forward chose.
-
-    A recomputed router may round otherwise than in the forward (kernels whose order of sums varies), and two experts of nearly equal score
-    would change places: tokens would be sent elsewhere, and gradients would not be those of the loss. So the indices of each `topk` in the
-    layer are kept, and its values are taken at these.
-    """
-
-    def __init__(self, layer: str) -> None:
-        self._layer = layer
-        self._kept: list[torch.Tensor] = []
-
-    def contexts(self) -> tuple[TorchFunctionMode, TorchFunctionMode]:
-        """Return the contexts of the forward and of the recomputation (`context_fn` of torch's `checkpoint`)."""
-        return _Choosing(self._choose, self._require_choice), _Choosing(self._repeat(), lambda: None)
-
-    def _choose(self, **arguments: Any) -> torch.Tensor:
-        indices = torch.topk(**arguments).indices
-        self._kept.append(indices.clone())
-        return indices
-
-    def _require_choice(self) -> None:
-        if not self._kept:
-            message = f"`{self._layer}` chooses experts without `torch.topk`, and its recomputation could choose others"
-            raise failed_error("experts-not-chosen-by-topk", message, hint="--set fsdp.activation_checkpointing=none")
-
-    def _repeat(self) -> Callable[..., torch.Tensor]:
-        kept: Iterator[torch.Tensor] | None = None
-
-        def repeat(**_: Any) -> torch.Tensor:
-            nonlocal kept
-            kept = iter(self._kept) if kept is None else kept
-            return next(kept).clone()
-
-        return repeat
-
-
-class _Choosing(TorchFunctionMode):
-    """Call `choose` for the indices of each `topk`. Forward and recomputation gather its values, so autograd saves the same tensors."""
-
-    def __init__(self, choose: Callable[..., torch.Tensor], at_end: Callable[[], None]) -> None:
-        super().__init__()
-        self._choose, self._at_end = choose, at_end
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **kwargs)
-        arguments = _TOPK.bind(*args, **kwargs).arguments
-        with torch.no_grad():
-            indices = self._choose(**arguments)
-        return torch.return_types.topk((arguments["input"].gather(arguments.get("dim", -1), indices), indices))
-
-    def __exit__(self, exc_type: Any, *rest: Any) -> None:
-        super().__exit__(exc_type, *rest)
-        if exc_type is None:
-            self._at_end()
-
-
-def _topk(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> None:  # noqa: FBT001, FBT002
-    """The arguments of `torch.topk`, which has no signature."""
-
-
-_TOPK = inspect.signature(_topk)
-
-
 # ---- Models that it does not suit
 
 
 def require_divisible_experts(recipe: Recipe, model: PreTrainedModel) -> None:
     """Check the experts of a bare model against `fsdp.ep_size`. Raises: usage error (exit 2)."""
-    size = recipe.fsdp.ep_size
-    if size == 1:
+    if recipe.fsdp.ep_size == 1:
         return
     names = divided_experts(recipe, model)
     if not names:
-        raise _refused(recipe, f"{bare_class(model).__name__} has no stacked experts whose kernel can be chosen")
+        raise refused_experts(recipe, f"{bare_class(model).__name__} has no stacked experts whose kernel can be chosen")
+    owners = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name in names:
         experts: Any = model.get_submodule(name)
-        if (reason := _against(experts, size, max(1, recipe.topology.copy_size // size))) is not None:
-            raise _refused(recipe, f"`{name}` ({bare_class(experts).__name__}) {reason}")
+        if any(owners[parameter] > 1 for parameter in experts.parameters()):
+            reason: str | None = "shares parameters with another module"
+        else:
+            reason = _against(recipe, experts) or _against_recomputing(recipe, model, name)
+        if reason is not None:
+            raise refused_experts(recipe, f"`{name}` ({bare_class(experts).__name__}) {reason}")
 
 
-def _against(experts: Any, size: int, shards: int) -> str | None:
-    """Return why `size` ranks cannot divide a module of experts, of which `shards` ranks hold the same part; None if they can."""
+def _against(recipe: Recipe, experts: Any) -> str | None:
+    """Return why the ranks of a recipe cannot divide a module of experts; None if they can."""
     shapes = {name: parameter.shape for name, parameter in experts.named_parameters(recurse=False)}
-    count = int(experts.num_experts)
+    count, size = int(experts.num_experts), recipe.fsdp.ep_size
+    shards = max(1, recipe.topology.copy_size // size)
     if count % size:
         return f"has {count} experts, which do not divide by {size}: write a divisor of {count}"
     if len(list(experts.parameters())) != len(shapes) or any(len(shape) < 2 or shape[0] != count for shape in shapes.values()):
         return "has parameters that are not stacked by expert"
-    if len(inspect.signature(type(experts).forward).parameters) != _ARGUMENTS:
+    arguments = list(inspect.signature(type(experts).forward).parameters)
+    if len(arguments) != 4 or arguments[2] not in EXPERT_INDEX_ARGUMENTS:  # the first is the module
         return "takes other arguments than hidden states, and indices and weights of the chosen experts"
-    if (kernel := str(EXPERTS.of(experts.config))) not in KERNELS:
-        return f"is computed by `kernels.experts: {kernel}`, which was not shown to take a part of the experts"
+    name, dtype = str(EXPERTS.of(experts.config)), recipe.compute_dtype
+    dtypes = EXPERTS_KERNELS[name].divided_in if name in EXPERTS_KERNELS else frozenset()
+    if not dtypes:
+        return f"is computed by `kernels.experts: {name}`, which was not shown to take a part of the experts"
+    if dtype not in dtypes:
+        return f"is computed in {dtype} by `kernels.experts: {name}`, which adds the gradients of all ranks' tokens in {dtype}"
     if (other := next((name for name, shape in shapes.items() if dim_inside(shape, shards) is None), None)) is not None:
         return f"has `{other}` of {tuple(shapes[other])}, of which {shards} ranks cannot shard each expert evenly"
     return None
 
 
-def _refused(recipe: Recipe, reason: str) -> FsdpTuneError:
+def _against_recomputing(recipe: Recipe, model: PreTrainedModel, name: str) -> str | None:
+    """Return why a layer with these experts cannot be recomputed, as far as a model without weights shows it."""
+    experts = model.get_submodule(name)
+    if recipe.fsdp.activation_checkpointing == "none" or not all(parameter.is_meta for parameter in experts.parameters()):
+        return None
+    block, embedding = model.get_submodule(name.rpartition(".")[0]), cast(nn.Embedding, model.get_input_embeddings())
+    if not is_known_to_choose_otherwise(block, experts, embedding.embedding_dim):
+        return None
+    way = f"`fsdp.activation_checkpointing: {recipe.fsdp.activation_checkpointing}`"
+    return f"gets experts that no `torch.topk` chooses, so that a recomputed layer could choose others; leave {way} out"
+
+
+def refused_experts(recipe: Recipe, reason: str) -> FsdpTuneError:
+    """Return the usage error for a model that `fsdp.ep_size` does not support."""
     message = f"`{KEY}: {recipe.fsdp.ep_size}` does not support this model: {reason}"
     return usage_error("experts-not-divisible", message, where=Where(key=KEY), hint=f"--set {KEY}=1")

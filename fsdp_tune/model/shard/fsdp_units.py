@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.model.internals.transformers_internals import LAYER_CLASSES
-from fsdp_tune.model.shard.expert_parallel import divided_experts
+from fsdp_tune.model.shard.expert_parallel import divided_experts, refused_experts
 from fsdp_tune.model.shard.local import kept_in_fp32
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -38,6 +38,9 @@ class UnitPlan:
     """The module whose unit has the kept parameters of all other groups, or None if there are none. It is wrapped before the groups."""
     held: frozenset[str] = frozenset()
     """The names of the parameters in the holder's unit."""
+
+    divided: frozenset[str] = frozenset()
+    """The modules of stacked experts that the ranks divide, each a unit."""
 
     @property
     def of_precision(self) -> frozenset[tuple[str, ...]]:
@@ -100,11 +103,28 @@ def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
     """Return the units of the recipe's wrap policy. Raises: usage error (exit 2) if recomputation cannot enclose them, or if ignored
     modules would be trained."""
     plan = _join_tied(model, _units_of_policy(recipe, model))
-    experts = [(name,) for name in divided_experts(recipe, model)]  # each a unit, over another mesh than its layer
-    plan = _hold_precision(recipe, model, replace(plan, groups=(*experts, *plan.groups)))
+    experts = divided_experts(recipe, model)
+    _require_one_stack_in_a_layer(recipe, model, experts)
+    groups = (*((name,) for name in experts), *plan.groups)  # each a unit, over another mesh than its layer
+    plan = replace(_hold_precision(recipe, model, replace(plan, groups=groups)), divided=frozenset(experts))
     _refuse_ignored_that_train(recipe, model)
     _refuse_units_in_selective_layers(recipe, model, plan)
     return plan
+
+
+def _require_one_stack_in_a_layer(recipe: Recipe, model: PreTrainedModel, experts: Sequence[str]) -> None:
+    """Refuse divided experts outside of the decoder layers, or several in one.
+
+    A layer may call one of several for some rows only (experts of text and of images), and a rank that does not call it would not take
+    part in the exchange. Raises: usage error.
+    """
+    layers = [name for name, _ in decoder_layers(model, recipe.layer_classes)] if experts else []
+    owners = Counter(next((layer for layer in layers if name.startswith(f"{layer}.")), None) for name in experts)
+    for layer, count in owners.items():
+        if layer is None:
+            raise refused_experts(recipe, "it has experts outside of its decoder layers")
+        if count > 1:
+            raise refused_experts(recipe, f"`{layer}` has {count} modules of experts, and a rank may call one that others do not")
 
 
 def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:

@@ -15,13 +15,15 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, SCALED_MM, SCHEMA, observing_mode
-from fsdp_tune.model.shard.expert_parallel import RoutedOnce, divided_experts
+from fsdp_tune.model.internals.torch_internals import ATTENTION_OPERATORS, FORWARD_PREFETCH, FSDP_STATE, SCALED_MM, SCHEMA, observing_mode
+from fsdp_tune.model.shard.expert_parallel import divided_experts
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.host_copies import HostCopies
+from fsdp_tune.model.shard.routed_once import RoutedOnce
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 aten = torch.ops.aten
@@ -185,24 +187,50 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
     """Make the recomputed layers drop their activations in the forward. Call it before wrapping."""
     layers = checkpointed_layers(recipe, model)
     copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
-    experts = divided_experts(recipe, model)
     for name, layer in layers:
-        routes = any(each.startswith(f"{name}.") for each in experts)
         layer.forward = _checkpointed(  # type: ignore[method-assign]
             name,
             layer,
-            contexts=_contexts(name, selective=recipe.fsdp.activation_checkpointing == "selective", routes=routes),
+            contexts=_contexts(recipe, name, layer),
             copies=copies,
             is_uppermost=layer is layers[-1][1],
         )
         layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
 
 
-def _contexts(name: str, *, selective: bool, routes: bool) -> Callable[[], tuple[Any, Any]] | None:
-    """Return what makes the contexts of a layer's forward and of its recomputation; `routes`: it has experts that ranks divide."""
-    if routes:
-        return lambda: RoutedOnce(name).contexts()
-    return _selective_contexts if selective else None
+def _contexts(recipe: Recipe, name: str, layer: nn.Module) -> Callable[[], tuple[Any, Any]] | None:
+    """Return what makes the contexts of a layer's forward and of its recomputation; None if it needs none."""
+    contexts: Callable[[], tuple[Any, Any]] | None = None
+    if divided_experts(recipe, layer):
+        contexts = lambda: RoutedOnce(name).contexts()  # noqa: E731
+    elif recipe.fsdp.activation_checkpointing == "selective":
+        contexts = _selective_contexts
+    if recipe.is_sharded and recipe.fsdp.version == 2 and recipe.fsdp.forward_prefetch:
+        return functools.partial(_prefetching_once, layer, contexts or noop_context_fn)
+    return contexts
+
+
+def _prefetching_once(layer: nn.Module, inner: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the contexts of `inner`, where the recomputation does not prefetch what follows the layer in a forward.
+
+    A unit inside of the layer (divided experts, wrapping by size) runs its forward again in the backward. It would gather the next layer,
+    whose backward has ended, and which would stay gathered until all backwards have.
+    """
+    first, again = inner()
+    return first, _nested(_without_forward_prefetch(layer), again)
+
+
+@contextlib.contextmanager
+def _without_forward_prefetch(layer: nn.Module) -> Iterator[None]:
+    states = [FSDP_STATE.of(module)() for module in layer.modules() if isinstance(module, FSDPModule)]
+    prefetched = [FORWARD_PREFETCH.of(state) for state in states]
+    for state in states:
+        FORWARD_PREFETCH.set(state, [])
+    try:
+        yield
+    finally:
+        for state, units in zip(states, prefetched, strict=True):
+            FORWARD_PREFETCH.set(state, units)
 
 
 def _checkpointed(

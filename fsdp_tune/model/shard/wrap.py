@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from fsdp_tune.model.internals import torch_internals as internals
 from fsdp_tune.model.internals.transformers_internals import RECORDED_OUTPUTS
 from fsdp_tune.model.shard.expert_parallel import (
+    average_over_all,
     dim_inside,
     divide_experts,
-    divided_experts,
     expert_mesh_of,
     make_expert_mesh,
     mesh_of_shards,
@@ -76,11 +76,9 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         "offload_policy": offload_policy(recipe, device.type),
     }
     as_stored = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None, cast_forward_inputs=False)}
-    experts = frozenset(divided_experts(recipe, model))
-    of_experts: dict[str, Any] = {}
-    if experts:
-        divide_experts(model, sorted(experts), expert_mesh := make_expert_mesh(recipe, device.type), device)
-        of_experts = _options_of_experts(expert_mesh)
+    expert_mesh = make_expert_mesh(recipe, device.type) if units.divided else None
+    if expert_mesh is not None:
+        model.expert_mesh = expert_mesh  # type: ignore[assignment]
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
         allow_integer_parameters()
     ranks = mesh.size(-1)
@@ -95,9 +93,9 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
         own = as_stored if group in units.in_fp32 else options
-        if group[0] in experts:
-            # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in fp32 by some routers.
-            own = own | of_experts | {"mp_policy": replace(own["mp_policy"], cast_forward_inputs=False)}
+        if expert_mesh is not None and group[0] in units.divided:
+            _shard_experts(modules[0], expert_mesh, device, own | {"reshard_after_forward": reshard})
+            continue
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             reshard_after_forward=False if keep else reshard,
@@ -115,9 +113,9 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     return model
 
 
-def _options_of_experts(expert_mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the options of the units of divided experts: sharded inside of each expert, since the ranks of `ep` divide the first
-    dimension."""
+def _shard_experts(experts: nn.Module, expert_mesh: DeviceMesh, device: torch.device, options: dict[str, Any]) -> None:
+    """Make the unit of divided experts: sharded inside of each expert, since the ranks of `ep` divide the first dimension."""
+    divide_experts(experts, expert_mesh, device)
     mesh = mesh_of_shards(expert_mesh)
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -125,7 +123,11 @@ def _options_of_experts(expert_mesh: DeviceMesh) -> dict[str, Any]:
         assert dim is not None, "`require_divisible_experts` refuses others"
         return Shard(dim)
 
-    return {"mesh": mesh, "shard_placement_fn": placement}
+    # A decoder layer is a unit that casts its inputs; the weights of experts are computed inside of it, in fp32 by some routers.
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
+    of_experts: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placement, "mp_policy": policy}
+    unit: Any = fully_shard(experts, **options | of_experts)
+    average_over_all(unit, expert_mesh)
 
 
 def begin_micro_batch(recipe: Recipe, wrapped: nn.Module, *, is_last: bool) -> None:
@@ -231,28 +233,51 @@ def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.Proce
 
 
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
-    """Set explicit prefetch depths. By default FSDP2 gathers one unit ahead in the backward, and in the forward when the CPU issues it."""
+    """Set explicit prefetch depths. By default FSDP2 gathers one unit ahead in the backward, and in the forward when the CPU issues it.
+
+    `in_forward_order`: the units in the order in which forwards start, so that a unit comes before those inside of it.
+    """
     forward, backward = recipe.fsdp.forward_prefetch, recipe.fsdp.backward_prefetch
     units: list[FSDPModule] = [unit for unit in in_forward_order if isinstance(unit, FSDPModule)]
     depth = int(forward)
     for index, unit in enumerate(units):
         if depth:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
-        if isinstance(backward, int):
-            unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1])
-    _end_backward_prefetch(units, backward)
+    _set_backward_prefetch(units, backward)
 
 
-def _end_backward_prefetch(units: Sequence[FSDPModule], depth: int | str) -> None:
-    """Keep the backward from gathering units without a backward: the frozen ones before the first trained unit (an adapter's embedding)."""
+def _set_backward_prefetch(units: Sequence[FSDPModule], depth: int | str) -> None:
+    """Set what each unit gathers ahead in the backward, and keep it from gathering units without a backward: the frozen ones before the
+    first trained unit (an adapter's embedding). A `depth` that is not a number leaves all other units to FSDP2."""
     first = next((index for index, unit in enumerate(units) if any(p.requires_grad for p in _parameters(unit))), 0)
-    if first == 0:
-        return
+    order = [unit for unit in _in_backward_order(units) if unit not in units[:first]]
     ahead = depth if isinstance(depth, int) else 1
-    for index, unit in enumerate(units[first : first + ahead], start=first):
-        # Without a list FSDP2 gathers the unit before this one; gathering this unit again does nothing.
-        wanted = list(units[max(first, index - ahead) : index][::-1])
-        unit.set_modules_to_backward_prefetch(wanted or [unit])
+    for index, unit in enumerate(order):
+        wanted = order[index + 1 : index + 1 + ahead]
+        if first and len(wanted) < ahead:
+            # Without a list FSDP2 gathers the unit before this one; gathering this unit again does nothing.
+            unit.set_modules_to_backward_prefetch(wanted or [unit])
+        elif isinstance(depth, int):
+            unit.set_modules_to_backward_prefetch(wanted)
+
+
+def _in_backward_order(in_forward_order: Sequence[FSDPModule]) -> list[FSDPModule]:
+    """Return units in the order in which their backwards start: the reverse of that in which their forwards end.
+
+    A layer's backward therefore starts before the backward of the experts inside of it.
+    """
+    ended: list[FSDPModule] = []
+    entered: list[FSDPModule] = []
+    for unit in in_forward_order:
+        while entered and not any(each is unit for each in _modules(entered[-1])):
+            ended.append(entered.pop())
+        entered.append(unit)
+    return [*entered, *reversed(ended)]
+
+
+def _modules(unit: FSDPModule) -> Iterable[object]:
+    assert isinstance(unit, nn.Module)
+    return unit.modules()
 
 
 def _parameters(unit: FSDPModule) -> Iterable[nn.Parameter]:

@@ -59,7 +59,6 @@ def _sharding(recipe: Recipe) -> Unsupported:
 def _computing(recipe: Recipe) -> Unsupported:
     kernels, precision = recipe.kernels, recipe.precision
     kernel = EXPERTS_KERNELS.get(kernels.experts)
-    is_plain = kernel is None or (not kernel.generations and kernel.why_not is None)
     return {
         "precision.mixed_precision": (
             (computes_in_fp8(recipe) or recipe.compute_dtype == "fp16") and f"`precision.mixed_precision: {precision.mixed_precision}`",
@@ -71,7 +70,10 @@ def _computing(recipe: Recipe) -> Unsupported:
             kernels.liger is True and "`kernels.liger: true` (Liger would replace the forward of the experts)",
             "write `liger: auto`",
         ),
-        "kernels.experts": (not is_plain and f"`kernels.experts: {kernels.experts}`", "leave `experts` at auto"),
+        "kernels.experts": (
+            kernel is not None and not kernel.divided_in and f"`kernels.experts: {kernels.experts}`",
+            "leave `experts` at auto",
+        ),
         "kernels.mlp_slice_tokens": (
             kernels.mlp_slice_tokens is not None and f"`kernels.mlp_slice_tokens: {kernels.mlp_slice_tokens}`",
             "leave `mlp_slice_tokens` out",

@@ -31,7 +31,7 @@ from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.adamw_in_blocks import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.sequence_parallel import sequence_group_of
-from fsdp_tune.model.shard.expert_parallel import expert_group_sizes
+from fsdp_tune.model.shard.expert_parallel import divided_experts, exchange_group
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, local_part, offset_of, plain_name
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups, shard_dim
 from fsdp_tune.recipe.fsdp_arguments import expected
@@ -54,13 +54,15 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
     kind = _wrapper(wrapped)
     parameters = list(wrapped.named_parameters())
     groups = [dist.group.WORLD, *process_groups(loaded.model, loaded.mesh)]
+    exchanging = _exchanging_ranks(loaded.model)
     sharding = _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
     return LiveState(
         wrapper=kind,
         world_size=dist.get_world_size(),
         mesh=list(loaded.mesh.shape) if loaded.mesh is not None else [],
         sequence_group=1 if (group := sequence_group_of(wrapped)) is None else group.size(),
-        expert_group=_only(expert_group_sizes(loaded.model)),
+        expert_group=_only({len(ranks) for ranks in exchanging.values()} or {1}),
+        exchanging_ranks=exchanging,
         own_experts=_own_experts(loaded.model),
         parameter_dtype=_only({_name(p.dtype) for p in _cast_parameters(loaded)}),
         kept_in_fp32=_kept_dtypes(loaded),
@@ -100,13 +102,21 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
     )
 
 
+def _exchanging_ranks(model: nn.Module) -> dict[str, list[int]]:
+    """Return the ranks among which each module of experts exchanges tokens in its live forward, by name of the module."""
+    groups = {name: exchange_group(module) for name, module in model.named_modules()}
+    return {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
+
+
 def _own_experts(model: nn.Module) -> dict[str, list[int]]:
-    """Return the part of each divided stack of experts that this rank holds, in its first dimension."""
-    if expert_group_sizes(model) == {1}:
-        return {}
-    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    divided = {name: p for name, p in sharded.items() if (p.device_mesh.mesh_dim_names or ())[-1:] == ("ep",)}
-    return {name: [offset_of(p)[0], offset_of(p)[0] + p.to_local().shape[0]] for name, p in divided.items()}
+    """Return the part of each stack that this rank holds, in its first dimension, of modules that exchange tokens."""
+    stacks = {
+        f"{name}.{key}": stack
+        for name, module in model.named_modules()
+        if exchange_group(module) is not None
+        for key, stack in module.named_parameters(recurse=False)
+    }
+    return {name: [offset_of(stack)[0], offset_of(stack)[0] + local_part(stack).shape[0]] for name, stack in stacks.items()}
 
 
 def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> list[GroupState]:
@@ -225,28 +235,42 @@ def _is_inside(tensor: DTensor) -> bool:
     return any(isinstance(placement, Shard) and placement.dim != 0 for placement in tensor.placements)
 
 
+def _stacks_to_divide(recipe: Recipe, model: nn.Module) -> dict[str, int]:
+    """Return the number of experts in each stack that the recipe divides, by name of the parameter."""
+    modules = {name: model.get_submodule(name) for name in divided_experts(recipe, model)}
+    return {f"{name}.{key}": len(stack) for name, module in modules.items() for key, stack in module.named_parameters(recurse=False)}
+
+
 def _inside_differences(recipe: Recipe, loaded: Loaded, report: LiveState) -> list[str]:
     if report.sharded_inside is None:
         return []
     ranks = report.mesh[-1]
     sharded = [(name, p.shape) for name, p in loaded.model.named_parameters() if isinstance(p, DTensor)]
-    divided = report.own_experts.keys()
+    divided = _stacks_to_divide(recipe, loaded.model)
     wanted = [name for name, shape in sharded if name in divided or shard_dim(recipe, shape, ranks)]
     wrong = sorted(set(wanted) ^ set(report.sharded_inside))
     return [f"sharded_inside: the recipe means {wanted!r}, the run has {report.sharded_inside!r}"] if wrong else []
 
 
 def _expert_differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:
-    """Return a sentence for each rank without its experts: neighbouring ranks hold neighbouring experts of every stack."""
-    size = recipe.fsdp.ep_size
-    if size == 1:
-        return []
-    counts = {name: p.shape[0] for name, p in loaded.model.named_parameters() if name in reports[0].own_experts}
-    found = [] if counts else ["experts: the recipe divides them, and the run has no divided stack"]
+    """Return a sentence for each rank that does not hold its experts, or exchanges tokens with others than the ranks of its group.
+
+    Neighbouring ranks are a group, and hold neighbouring experts of every stack.
+    """
+    size, found = recipe.fsdp.ep_size, list[str]()
+    modules, counts = divided_experts(recipe, loaded.model), _stacks_to_divide(recipe, loaded.model)
+    if size > 1 and not modules:
+        return ["experts: the recipe divides them, and the run has no divided stack"]
     for rank, report in enumerate(reports):
-        wanted = {name: [count // size * (rank % size), count // size * (rank % size + 1)] for name, count in counts.items()}
-        if wrong := next((name for name in wanted if report.own_experts.get(name) != wanted[name]), None):
-            found.append(f"experts of `{wrong}`: rank {rank} holds {report.own_experts.get(wrong)}, and its part is {wanted[wrong]}")
+        place, group = rank % size, list(range(rank - rank % size, rank - rank % size + size))
+        parts = {name: [count // size * place, count // size * (place + 1)] for name, count in counts.items()}
+        groups, live = dict.fromkeys(modules, group), report.exchanging_ranks
+        if (other := next((name for name in sorted({*groups, *live}) if live.get(name) != groups.get(name)), None)) is not None:
+            found.append(
+                f"experts of `{other}`: rank {rank} exchanges tokens with ranks {live.get(other)}, and its group is {groups.get(other)}"
+            )
+        elif (wrong := next((name for name in parts if report.own_experts.get(name) != parts[name]), None)) is not None:
+            found.append(f"experts of `{wrong}`: rank {rank} holds {report.own_experts.get(wrong)}, and its part is {parts[wrong]}")
     return found
 
 
@@ -317,7 +341,7 @@ def _plugin(trainer: Any) -> PluginState | None:
     )
 
 
-_OF_EACH_RANK = {"local_bytes", "peak_growth_bytes", "own_experts"}
+_OF_EACH_RANK = {"local_bytes", "peak_growth_bytes", "own_experts", "exchanging_ranks"}
 
 
 def differences(recipe: Recipe, loaded: Loaded, reports: list[LiveState]) -> list[str]:
