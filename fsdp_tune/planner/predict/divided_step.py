@@ -26,7 +26,7 @@ from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, sent_bytes
 from fsdp_tune.planner.predict.mixture import (
     ITEM_BYTES,
-    Mixture,
+    TracedExperts,
     copies_of_units,
     divided_mixture,
     imbalance,
@@ -76,7 +76,7 @@ def elements(collectives: Records) -> list[float]:
     return (collectives["bytes"] / sizes).tolist()
 
 
-def _collectives(work: StepWork, mixture: Mixture, topology: Topology, hardware: Hardware) -> tuple[Seconds, list[Volume]]:
+def _collectives(work: StepWork, mixture: TracedExperts, topology: Topology, hardware: Hardware) -> tuple[Seconds, list[Volume]]:
     """Return times and sent bytes of the collectives: experts are gathered and reduced apart from the rest of a unit."""
     ep, seconds, sent, table = work.trace.shapes.ep_size, work.collective_seconds.copy(), list(work.sent), work.collectives
     for index, count in enumerate(elements(table)):
@@ -102,7 +102,7 @@ def _known(seconds: float | None, hardware: Hardware) -> float:
     return seconds
 
 
-def _ops(work: StepWork, mixture: Mixture, load: float) -> Records:
+def _ops(work: StepWork, mixture: TracedExperts, load: float) -> Records:
     """Return the operations of the fullest rank, with 1 / ep of the experts' weights and of the copies of units."""
     trace, ops, ep = work.trace, work.ops.copy(), work.trace.shapes.ep_size
     products, copies, again = is_grouped(trace, ops), copies_of_units(trace, mixture, ops), traced_second_copies(trace, mixture, ops)
@@ -146,7 +146,9 @@ def _between_products(work: StepWork, products: npt.NDArray[np.bool_]) -> npt.ND
     return found & ~products
 
 
-def _exchanges(work: StepWork, mixture: Mixture, load: float, topology: Topology, hardware: Hardware, efficiency: Efficiency) -> Exchanges:
+def _exchanges(
+    work: StepWork, mixture: TracedExperts, load: float, topology: Topology, hardware: Hardware, efficiency: Efficiency
+) -> Exchanges:
     trace, ops, ep = work.trace, work.ops, work.trace.shapes.ep_size
     products = is_grouped(trace, ops)
     group = Group(ep, max(1, ep // topology.local_world_size))

@@ -17,7 +17,7 @@ from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.divided_step import elements, step_work
 from fsdp_tune.planner.predict.memory import Fits, fit
 from fsdp_tune.planner.predict.mixture import (
-    Mixture,
+    TracedExperts,
     copies_of_units,
     divisions,
     imbalance,
@@ -81,7 +81,7 @@ def expert_rows(trace: Trace, hardware: Hardware, machines: int, efficiency: Eff
     return tuple(rows) if len(sizes) > 1 else ()
 
 
-def _row(trace: Trace, mixture: Mixture, hardware: Hardware, machines: int, efficiency: Efficiency, *, is_yours: bool) -> ExpertRow:
+def _row(trace: Trace, mixture: TracedExperts, hardware: Hardware, machines: int, efficiency: Efficiency, *, is_yours: bool) -> ExpertRow:
     work, ep, shapes = step_work(trace, hardware, machines, efficiency), trace.shapes.ep_size, trace.shapes
     timed, found = simulate(work, efficiency), fit(trace, hardware)
     tokens = shapes.micro_batch * shapes.accumulation * shapes.tokens / shapes.topology.row_size

@@ -38,7 +38,7 @@ _ALIKE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class TracedExperts:
     """The experts of a trace at full depth."""
 
     experts: int
@@ -66,7 +66,7 @@ def with_ep_size(trace: Trace, ep: int) -> Trace:
     return replace(trace, shapes=replace(trace.shapes, ep_size=ep))
 
 
-def divided_mixture(trace: Trace) -> Mixture | None:
+def divided_mixture(trace: Trace) -> TracedExperts | None:
     """Return the experts of a trace at full depth that `ep_size` ranks divide; None if each rank has all of them.
 
     Raises: usage error (exit 2) for a model of which that cannot be predicted.
@@ -85,7 +85,7 @@ def divided_mixture(trace: Trace) -> Mixture | None:
     raise usage_error("trace-failed", message, hint="`--set fsdp.ep_size=1` predicts the recipe in which each rank gathers all experts")
 
 
-def divisions(trace: Trace, mixture: Mixture, sizes: list[int]) -> list[int]:
+def divisions(trace: Trace, mixture: TracedExperts, sizes: list[int]) -> list[int]:
     """Return those of `sizes` ranks that can divide the experts."""
     return [ep for ep in sizes if trace.shapes.shards % ep == 0 and mixture.experts % ep == 0]
 
@@ -108,7 +108,7 @@ def is_grouped(trace: Trace, ops: Records) -> npt.NDArray[np.bool_]:
     return np.array([GROUPED_PRODUCT in name for name in trace.op_names] or [False])[ops["name"]]
 
 
-def mixture_of(trace: Trace) -> Mixture | None:
+def mixture_of(trace: Trace) -> TracedExperts | None:
     """Return the experts of a trace at full depth; None for a dense model, without shards, or if no grouped product was traced."""
     experts, chosen = expert_count(trace.facts.config), CHOSEN_EXPERTS.of(trace.facts.config)
     ops = trace.steady(trace.ops)
@@ -128,18 +128,18 @@ def mixture_of(trace: Trace) -> Mixture | None:
             stacks |= {round(size / total * unit.parameters) for size in of_experts.tolist()}
             gathered[unit.layer] += round(share * unit.gathered_bytes)
     tokens = trace.shapes.micro_batch * trace.shapes.tokens // trace.shapes.topology.row_parts
-    return Mixture(experts, tokens * chosen, shares, frozenset(stacks), gathered)
+    return TracedExperts(experts, tokens * chosen, shares, frozenset(stacks), gathered)
 
 
 # ---- FSDP2's copies
 
 
-def copies_of_units(trace: Trace, mixture: Mixture, ops: Records) -> npt.NDArray[np.bool_]:
+def copies_of_units(trace: Trace, mixture: TracedExperts, ops: Records) -> npt.NDArray[np.bool_]:
     """Select FSDP2's copies of units with experts."""
     return _named(trace, ops, _COPY_OUT, _COPY_IN, _REDUCE_IN) & np.isin(ops["layer"], mixture.layers)
 
 
-def second_copies(trace: Trace, mixture: Mixture, ops: Records) -> npt.NDArray[np.int64]:
+def second_copies(trace: Trace, mixture: TracedExperts, ops: Records) -> npt.NDArray[np.int64]:
     """Return the bytes of experts that FSDP2 copies once more with each operation, at gathers and reductions of units with experts, since
     divided experts are sharded inside. 0 where they were traced so, or where one rank holds all of an expert."""
     shapes = trace.shapes
@@ -152,7 +152,7 @@ def second_copies(trace: Trace, mixture: Mixture, ops: Records) -> npt.NDArray[n
     return sizes
 
 
-def traced_second_copies(trace: Trace, mixture: Mixture, ops: Records) -> npt.NDArray[np.bool_]:
+def traced_second_copies(trace: Trace, mixture: TracedExperts, ops: Records) -> npt.NDArray[np.bool_]:
     """Select these copies in a trace of experts that are sharded inside."""
     if not trace.facts.experts_inside:
         return np.zeros(len(ops), bool)
@@ -191,7 +191,7 @@ def divided_memory(trace: Trace) -> Trace:
     return replace(trace, events=_with_temporaries(trace, mixture, events))
 
 
-def _of_rows_of_experts(trace: Trace, mixture: Mixture, activations: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _of_rows_of_experts(trace: Trace, mixture: TracedExperts, activations: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Select activations with a row for each token and chosen expert: those that modules of experts make, and of the backward, which knows
     no module, those of the same sizes. A size alone tells nothing: one with a row for each token may divide by their number as well."""
     events = trace.events
@@ -203,7 +203,7 @@ def _of_rows_of_experts(trace: Trace, mixture: Mixture, activations: npt.NDArray
     return wide & np.isin(events["block"], np.concatenate([blocks, events["block"][made]]))
 
 
-def _with_temporaries(trace: Trace, mixture: Mixture, events: Records) -> Records:
+def _with_temporaries(trace: Trace, mixture: TracedExperts, events: Records) -> Records:
     """Insert the temporaries of gathers. The copy of a gradient replaces it before the buffer of the reduction exists, at no peak."""
     sizes = second_copies(trace, mixture, trace.ops)
     rows = np.flatnonzero((sizes > 0) & _named(trace, trace.ops, _COPY_OUT))
