@@ -22,7 +22,7 @@ from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord, describe_base
-from tests.merge.published import KINDS, LAYOUTS, merge_untrained
+from tests.merge.published import KINDS, LAYOUTS, TEXT, Base, merge_untrained
 from tests.model.recipes import recipe_of
 
 FAST = {
@@ -98,6 +98,43 @@ def test_run_that_recorded_scales_of_a_cache_as_carried_is_merged(tmp_path: Path
     BaseRecord({"trained": 21, "carried": 4}, carried=tuple(names), base=describe_base(str(base.folder), None)).write(record)
     merged = merge_checkpoint(tmp_path / "made" / "run", MergeOptions(overwrite=True)).output
     assert load_file(merged / "model.safetensors").keys() == base.plain.keys()
+
+
+def foreign_adapter(base: Base, folder: Path, **changed: Any) -> Path:
+    """Write an adapter of the query projections as PEFT does, without the files of a run."""
+    width = TEXT["hidden_size"]
+    owners = [f"base_model.model.model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    factors = {f"{owner}.lora_A.weight": torch.randn(4, width) for owner in owners}
+    factors |= {f"{owner}.lora_B.weight": torch.randn(width, 4) for owner in owners}
+    folder.mkdir()
+    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
+    config |= {"base_model_name_or_path": str(base.folder), "fan_in_fan_out": False, **changed}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "dropped"),
+    [
+        ("llama GPTQ", 0),
+        ("llama, quantised cache (compressed-tensors)", 4),
+        *(pytest.param(name, 0, marks=pytest.mark.slow) for name in ("llama AWQ", "qwen3 fp8", "llama int4 (compressed-tensors)")),
+    ],
+)
+def test_adapter_of_another_tool_over_a_quantised_base_becomes_a_plain_model_with_a_plain_config(
+    name: str, dropped: int, tmp_path: Path
+) -> None:
+    base = LAYOUTS[name](tmp_path / "base")
+    config = json.loads((base.folder / "config.json").read_text())
+    nested = {"text_config": {"quantization_config": config["quantization_config"], "hidden_size": 64}}
+    (base.folder / "config.json").write_text(json.dumps(config | nested))
+    merged = merge_checkpoint(foreign_adapter(base, tmp_path / "adapter"), MergeOptions(output=tmp_path / "out", dtype="fp32"))
+    written = json.loads((merged.output / "config.json").read_text())
+    assert "quantization_config" not in written
+    assert written["text_config"].keys() == {"hidden_size", "dtype", "torch_dtype"} & written["text_config"].keys()
+    assert load_file(merged.output / "model.safetensors").keys() == base.plain.keys()
+    assert [f"{dropped} tensors" in n.message for n in merged.notices if n.code == "base-calibration-dropped"] == [True] * (dropped > 0)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
@@ -27,8 +28,15 @@ def record_of_base(selection: Selection) -> BaseRecord:
     return BaseRecord.read(folder / TENSORS_FILE) or BaseRecord()
 
 
-def read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
-    """Return the tensors of a model directory by name; `stack` closes its files. Raises: usage error if it has none that are read."""
+class ReadBase(NamedTuple):
+    """The tensors of a plain model by name, and the names of those that quantised what its layers compute and are `dropped`."""
+
+    tensors: dict[str, SourceTensor]
+    dropped: tuple[str, ...]
+
+
+def read_base(stack: ExitStack, folder: Path) -> ReadBase:
+    """Return the tensors of a model directory; `stack` closes its files. Raises: usage error if it has none that are read."""
     found = find_weights(folder)
     if found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE):
         raise usage_error(
@@ -44,7 +52,7 @@ def read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
     return _decoded({tensor.name: tensor for tensor in tensors}, folder)
 
 
-def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, SourceTensor]:
+def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:
     """Return the tensors of a plain model. Raises: FailedError for an encoding that no rule reads."""
     config = read_folder(folder).config or {}
     types = {name: StoredType(tensor.dtype.safetensors, tensor.shape) for name, tensor in tensors.items()}
@@ -59,7 +67,8 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, Sou
         )
     plain = {name: tensor for name, tensor in tensors.items() if name not in encodings.parts}
     dtype = _dtype_of(config)
-    return plain | {name: _weight(weight, tensors, dtype) for name, weight in encodings.weights.items()}
+    weights = {name: _weight(weight, tensors, dtype) for name, weight in encodings.weights.items()}
+    return ReadBase(plain | weights, encodings.of_activations)
 
 
 def _read(path: Path) -> dict[str, object] | None:
@@ -104,7 +113,7 @@ def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> d
     if base is not None and base.digest is not None and base.differs_from(describe_base(str(folder), None)):
         hint = f"give a copy of the weights of {base.name} as they were: `--base MODEL`"
         raise failed_error("merge-carried", f"{what}, and its weights have changed since the training", where=Where(str(folder)), hint=hint)
-    return _of_names(read_base(stack, folder), record.carried, folder, what)
+    return _of_names(read_base(stack, folder).tensors, record.carried, folder, what)
 
 
 def _of_names(tensors: Mapping[str, SourceTensor], carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from fsdp_tune.core.errors import Notice, Problem, Where
+from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.families import LAYERS, part_of
 from fsdp_tune.core.tensors.encoded import StoredType, Unread
 from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, find_encodings, method_of
@@ -170,15 +170,6 @@ def names_in_model(
             known[kind] = InModel(new, pattern is not None, tuple(new.replace(first, other) for other in others))
         found[name] = known[kind] if (number := _EXPERT.search(name)) is None else known[kind].of_expert(number[0])
     return found
-
-
-def dropped_notices(account: TensorAccount) -> list[Notice]:
-    """Return the notice about tensors of the base that quantise what its layers compute."""
-    if not (dropped := account.names("dropped")):
-        return []
-    message = f"{len(dropped):,} tensors of the base that quantise a cache or activations, such as `{dropped[0]}`, are not written"
-    hint = "they belong to the weights before training: measure them again with the tool that serves the merged model"
-    return [Notice("base-calibration-dropped", message, Where(key="model.name_or_path"), hint)]
 
 
 def is_left_out(recipe: Recipe, name: str, layers: int) -> bool:
