@@ -100,6 +100,19 @@ def test_run_that_recorded_scales_of_a_cache_as_carried_is_merged(tmp_path: Path
     assert load_file(merged / "model.safetensors").keys() == base.plain.keys()
 
 
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+def test_biases_of_zeros_next_to_codes_are_not_in_the_merged_model(kind: str, tmp_path: Path) -> None:
+    """Old AutoGPTQ wrote one for each layer, also for those without a bias."""
+    base = LAYOUTS["llama GPTQ"](tmp_path / "base")
+    file = base.folder / "model.safetensors"
+    stored = load_file(file)
+    codes = {name.removesuffix("qweight"): value for name, value in stored.items() if name.endswith(".qweight")}
+    save_file(stored | {f"{owner}bias": torch.zeros(value.shape[1]).half() for owner, value in codes.items()}, file, {"format": "pt"})
+    outcome = merge_untrained(base, kind, tmp_path / "made")
+    assert outcome.counts["dropped"] == len(codes)
+    assert outcome.differing == outcome.reported == ()
+
+
 def foreign_adapter(base: Base, folder: Path, **changed: Any) -> Path:
     """Write an adapter of the query projections as PEFT does, without the files of a run."""
     width = TEXT["hidden_size"]

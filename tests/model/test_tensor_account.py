@@ -65,6 +65,31 @@ def test_integers_in_the_place_of_a_weight_are_refused_by_name(base: Path) -> No
     assert "I8" in problem.message
 
 
+def gptq_parts(folder: Path, bias: float | None) -> dict[str, torch.Tensor | None]:
+    """Return the tensors of GPTQ in the place of one weight, with a bias as old AutoGPTQ writes it for each layer."""
+    out, inputs = load_file(folder / "model.safetensors")[UP].shape
+    owner = UP.removesuffix("weight")
+    parts = {"qweight": torch.zeros(inputs // 8, out, dtype=torch.int32), "qzeros": torch.zeros(1, out // 8, dtype=torch.int32)}
+    parts |= {"scales": torch.ones(1, out).half()} | ({} if bias is None else {"bias": torch.full((out,), bias).half()})
+    return {UP: None, **{f"{owner}{part}": value for part, value in parts.items()}}
+
+
+@pytest.mark.parametrize("bias", [None, 0.0, 3.0])
+def test_bias_of_a_decoded_weight_that_the_class_lacks_is_dropped_if_it_is_zero_and_else_refused(base: Path, bias: float | None) -> None:
+    rewrite(base, gptq_parts(base, bias), {"quant_method": "gptq", "bits": 4, "group_size": -1})
+    found = find_facts(recipe_of({"name_or_path": str(base)}))
+    if bias:
+        (problem,) = found.problems
+        assert (problem.code, UP.replace("weight", "bias") in problem.message) == ("model-quantised", True)
+        assert problem.where.source == str(base / "model.safetensors")
+        return
+    assert found.problems == ()
+    assert found.facts is not None
+    assert found.facts.tensors.carried == ()
+    assert found.facts.tensors.dropped == (() if bias is None else (UP.replace("weight", "bias"),))
+    assert [notice.code for notice in found.notices if notice.code == "base-calibration-dropped"] == []
+
+
 @pytest.mark.parametrize(
     ("entry", "says", "hint"),
     [("mtp", "matches no tensor", "extra"), ("layers.0", "tensors of the model that is trained", "extra"), ("extra", None, None)],

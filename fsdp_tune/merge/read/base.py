@@ -90,8 +90,8 @@ def _weight(weight: Encoded, tensors: Mapping[str, SourceTensor], dtype: DType) 
 
 
 def without_others(tensors: Mapping[str, SourceTensor], record: BaseRecord) -> dict[str, SourceTensor]:
-    """Return the tensors of a base that the trained model has: neither carried nor left out."""
-    others = {*record.carried, *record.left_out}
+    """Return the tensors of a base that the trained model has: neither carried nor left out nor dropped."""
+    others = {*record.carried, *record.left_out, *record.dropped}
     return {name: tensor for name, tensor in tensors.items() if not others.intersection(_stored_names(tensor))}
 
 

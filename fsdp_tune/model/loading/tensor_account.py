@@ -3,15 +3,16 @@
 *trained* and *frozen*: a parameter or buffer of the model. *decoded*: a part of a quantised weight that a rule reads. *carried*: not in
 the class that is trained (`mtp.*`, `visual.*`, an extra layer of next-token prediction), and written unchanged into a merged model.
 A quantised weight of these is decoded too, since the merged model is a plain one. *dropped*: quantises what layers of the base compute
-(`k_scale` of a cache), which is measured before training and has no use without the settings of the base. *left out*: named by
-`model.leave_out`. Anything else is refused by name.
+(`k_scale` of a cache), which is measured before training and has no use without the settings of the base; or is a bias of zeros next to
+a decoded weight, which old AutoGPTQ wrote for layers without one. *left out*: named by `model.leave_out`. Anything else is refused by
+name.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from fsdp_tune.core.tensors.encoded import StoredType, Unread
 from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, find_encodings, method_of
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import layers_in_4_bits
+from fsdp_tune.model.loading.stored_tensors import read_whole, tensors_of
 from fsdp_tune.model.loading.unfilled import TensorSource, unfilled_problems
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -87,7 +89,7 @@ class TensorAccount:
         return tuple(sorted(name for name, found in self.fates.items() if found == fate))
 
     def record(self) -> BaseRecord:
-        return BaseRecord(self.counts(), self.rules, self.names("carried"), self.names("left out"))
+        return BaseRecord(self.counts(), self.rules, self.names("carried"), self.names("left out"), self.names("dropped"))
 
 
 def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel, base: BaseTensors) -> TensorAccount:
@@ -104,6 +106,7 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     state = parameters_of(model)
     in_model = names_in_model(model, names, state)
     parameters = {name: found.name for name, found in in_model.items() if found.name in state}
+    biases = _foreign_biases(encodings, plain, parameters)
     fates: dict[str, Fate] = dict.fromkeys(encodings.of_activations, "dropped")
     if method_of(base.quantisation) == BITSANDBYTES:
         plain = {name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)}  # their own reader checks them
@@ -112,7 +115,7 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     for name, stored in plain.items():
         parameter = parameters.get(name)
         if parameter is None:
-            fates[name] = "left out" if is_left_out(recipe, name, layers) else "carried"
+            fates[name] = "left out" if is_left_out(recipe, name, layers) else "dropped" if name in biases else "carried"
             continue
         fates[name] = "trained" if state[parameter].requires_grad else "frozen"
         if state[parameter].is_floating_point() and not stored.is_float:
@@ -121,7 +124,9 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     for name, weight in encodings.weights.items():
         carried: Fate = "left out" if is_left_out(recipe, name, layers) else "carried"
         fates |= dict.fromkeys(weight.parts, "decoded" if name in parameters else carried)
-    problems += unread_problems(of_other_types, base.files)
+    problems += unread_problems(
+        [*of_other_types, *_not_zero((name for name in biases if fates[name] == "dropped"), base.files)], base.files
+    )
     if not problems:  # else they may be what is missing
         shapes = {name: stored.shape for name, stored in plain.items()} | {name: each.shape for name, each in encodings.weights.items()}
         sources = {
@@ -170,6 +175,25 @@ def names_in_model(
             known[kind] = InModel(new, pattern is not None, tuple(new.replace(first, other) for other in others))
         found[name] = known[kind] if (number := _EXPERT.search(name)) is None else known[kind].of_expert(number[0])
     return found
+
+
+def _foreign_biases(encodings: Encodings, plain: Collection[str], parameters: Mapping[str, str]) -> list[str]:
+    """Return the biases next to decoded weights of the model for which the model has no parameter."""
+    owners = [name.removesuffix("weight") for name in encodings.weights if name in parameters and name.endswith(".weight")]
+    return [name for owner in owners if (name := f"{owner}bias") in plain and name not in parameters]
+
+
+def _not_zero(names: Iterable[str], files: Mapping[str, Path]) -> Iterator[Unread]:
+    """Yield the biases with values other than zero, of files that are on this machine: ranks check those that are downloaded."""
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        if (file := files.get(name)) is not None and file.is_file():
+            by_file.setdefault(file, []).append(name)
+    for file, found in by_file.items():
+        stored = dict(tensors_of(file))
+        for name in found:
+            if read_whole(stored[name]).count_nonzero():
+                yield Unread(name, "is a bias of a quantised layer, which has none in the model that is trained")
 
 
 def is_left_out(recipe: Recipe, name: str, layers: int) -> bool:
