@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -109,6 +110,15 @@ def test_layers_that_no_rule_reads_are_named(method: str, changed: dict[str, tor
     assert found.weights[W + "weight"].shape == (OUT, IN)
     damaged = find_encodings(types_of(layer(method, **changed)), GPTQ if method == "gptq" else AWQ)
     assert any(each.name == W + named for each in damaged.unread)
+
+
+def test_time_to_find_layers_is_proportional_to_their_number() -> None:
+    """A mixture of experts has 36,000 layers and more; a search in a list of them took 10 s."""
+    types = types_of(layer("awq"))
+    many = {name.replace("layers.0", f"layers.{number}"): stored for number in range(20_000) for name, stored in types.items()}
+    started = time.process_time()
+    assert len(find_encodings(many, AWQ).weights) == 20_000
+    assert time.process_time() - started < 2
 
 
 def test_groups_without_g_idx_end_where_the_settings_say() -> None:
