@@ -10,6 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -118,6 +119,16 @@ class Codes:
             array = codes.view(torch.uint8).numpy().view(OF_SAFETENSORS[self.weight.codes_dtype].numpy).reshape(shape)
         others = (None if stored is None else _read_array(stored) for stored in self.others)
         return torch.from_numpy(self.weight.decode(start, sizes, array, _read_array(self.scales), *others)).reshape(-1)
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Read weights that are decoded. Their scales and codes are in memory up to the end of this context, and not for a later one: files
+    may be other ones then."""
+    try:
+        yield
+    finally:
+        _read_array.cache_clear()
 
 
 @functools.lru_cache(maxsize=6)
