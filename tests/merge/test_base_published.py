@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fsdp_tune.answer.loaded_model import _published_names
 from fsdp_tune.core.errors import FailedError
@@ -110,6 +111,23 @@ def test_biases_of_zeros_next_to_codes_are_not_in_the_merged_model(kind: str, tm
     save_file(stored | {f"{owner}bias": torch.zeros(value.shape[1]).half() for owner, value in codes.items()}, file, {"format": "pt"})
     outcome = merge_untrained(base, kind, tmp_path / "made")
     assert outcome.counts["dropped"] == len(codes)
+    assert outcome.differing == outcome.reported == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameter_with_the_name_of_a_scale_is_in_the_merged_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = LlamaAttention.__init__
+
+    def with_scale(self: Any, *args: Any, **options: Any) -> None:
+        built(self, *args, **options)
+        self.k_scale = torch.nn.Parameter(torch.ones(1))
+
+    base = LAYOUTS["llama, quantised cache (compressed-tensors)"](tmp_path / "base")
+    monkeypatch.setattr(LlamaAttention, "__init__", with_scale)
+    base.plain |= {name: value for name, value in load_file(base.folder / "model.safetensors").items() if name.endswith("k_scale")}
+    outcome = merge_untrained(base, kind, tmp_path / "made")
+    assert outcome.counts["dropped"] == 2
     assert outcome.differing == outcome.reported == ()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encoded import StoredType
@@ -18,7 +19,7 @@ from fsdp_tune.model.loading import exported_config
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.tensor_account import BaseTensors, account_for
-from fsdp_tune.model.loading.weight_slices import find_weight_files
+from fsdp_tune.model.loading.weight_slices import find_weight_files, read_slices
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -123,6 +124,28 @@ def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(bas
     assert found is not None
     account = account_for(recipe, model_config(recipe), build_empty(recipe), found)
     assert account.names("carried") == ("mtp.fc.weight",)
+
+
+def test_parameter_of_the_class_with_the_name_of_a_scale_is_trained_and_loaded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = LlamaAttention.__init__
+
+    def with_scale(self: Any, *args: Any, **options: Any) -> None:
+        built(self, *args, **options)
+        self.k_scale = torch.nn.Parameter(torch.ones(1))
+
+    monkeypatch.setattr(LlamaAttention, "__init__", with_scale)
+    stored = load_file(base / "model.safetensors")
+    owners = [name.removesuffix("q_proj.weight") for name in stored if name.endswith("q_proj.weight")]
+    rewrite(base, {f"{owner}{part}_scale": torch.tensor([3.0]) for owner in owners for part in "kv"}, {"quant_method": "modelopt"})
+    recipe = recipe_of({"name_or_path": str(base)})
+    found = find_facts(recipe)
+    assert found.problems == ()
+    assert found.facts is not None
+    assert found.facts.tensors.dropped == tuple(sorted(f"{owner}v_scale" for owner in owners))
+    model, files = build_empty(recipe).to_empty(device="cpu"), find_weight_files(recipe)
+    assert files is not None
+    read_slices(model, files)
+    assert [model.get_parameter(f"{owner}k_scale").item() for owner in owners] == [3.0] * len(owners)
 
 
 TEXT = {k: FAMILIES["llama"][k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}

@@ -53,7 +53,11 @@ class Encodings:
     @property
     def parts(self) -> set[str]:
         """Names of the tensors of the files that a plain model does not have."""
-        return {*self.of_activations, *(part for weight in self.weights.values() for part in weight.parts)}
+        return {*self.of_activations, *self.of_weights}
+
+    @property
+    def of_weights(self) -> set[str]:
+        return {part for weight in self.weights.values() for part in weight.parts}
 
 
 SETTINGS = ("quantization_config", "compression_config")
@@ -84,9 +88,9 @@ def needs_settings(tensors: Mapping[str, str]) -> bool:
     return any(dtype not in _PLAIN or is_of_activations(name) for name, dtype in tensors.items())
 
 
-def dropped_notices(dropped: Sequence[str], where: Where) -> list[Notice]:
-    """Return the notice about tensors of a base that quantise what its layers compute (`Encodings.of_activations`)."""
-    if not dropped:
+def dropped_notices(dropped: Iterable[str], where: Where) -> list[Notice]:
+    """Return the notice about those tensors that quantise what layers of a base compute."""
+    if not (dropped := [*filter(is_of_activations, dropped)]):
         return []
     message = f"{len(dropped):,} tensors of the base that quantise a cache or activations, such as `{dropped[0]}`, are not written"
     hint = "they belong to the weights before training: measure them again with the tool that serves the merged model"

@@ -180,8 +180,8 @@ def _merge(
             if companions.config is not None:
                 companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
         of_base = read_base(stack, base)
-        below, renamed = _with_names_of_model(without_others(of_base.tensors, record_of_base(selection)), _layout_of(selection))
-        notices += dropped_notices(of_base.dropped, Where(str(base))) if selection.run is None else ()  # a run has reported it
+        below, renamed = _with_names_of_model(without_others(of_base, record_of_base(selection)), _layout_of(selection))
+        notices += dropped_notices(of_base.of_activations, Where(str(base))) if selection.run is None else ()  # a run has reported it
         if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
             below |= _in_4_bits(below, trained, base)
         if options.base is None and selection.run is None:
@@ -230,7 +230,7 @@ def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
     where = Where(key="lora.target_modules")
     try:
         with ExitStack() as stack:
-            below, _ = _with_names_of_model(without_others(read_base(stack, folder).tensors, facts.tensors), facts.base_layout)
+            below, _ = _with_names_of_model(without_others(read_base(stack, folder), facts.tensors), facts.base_layout)
             files = SourceFiles(folder)
             tensors = {name: SourceTensor(name, DTYPES["float32"], shape, (), files) for name, shape in facts.adapter_tensors.items()}
             of_peft = AdapterConfig(folder / CONFIG_FILE, config)

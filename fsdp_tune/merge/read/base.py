@@ -29,10 +29,11 @@ def record_of_base(selection: Selection) -> BaseRecord:
 
 
 class ReadBase(NamedTuple):
-    """The tensors of a plain model by name, and the names of those that quantised what its layers compute and are `dropped`."""
+    """The tensors of a directory by name, each quantised weight as one; `of_activations`: names of those that by their names quantise
+    what layers compute."""
 
     tensors: dict[str, SourceTensor]
-    dropped: tuple[str, ...]
+    of_activations: tuple[str, ...]
 
 
 def read_base(stack: ExitStack, folder: Path) -> ReadBase:
@@ -65,7 +66,8 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:
             where=Where(str(folder)),
             hint="give the same model in 16 bits: `--base MODEL`",
         )
-    plain = {name: tensor for name, tensor in tensors.items() if name not in encodings.parts}
+    of_weights = encodings.of_weights
+    plain = {name: tensor for name, tensor in tensors.items() if name not in of_weights}
     dtype = _dtype_of(config)
     weights = {name: _weight(weight, tensors, dtype) for name, weight in encodings.weights.items()}
     return ReadBase(plain | weights, encodings.of_activations)
@@ -89,10 +91,14 @@ def _weight(weight: Encoded, tensors: Mapping[str, SourceTensor], dtype: DType) 
     return SourceTensor(weight.name, dtype, weight.shape, (), codes.files, encoded=encoded)
 
 
-def without_others(tensors: Mapping[str, SourceTensor], record: BaseRecord) -> dict[str, SourceTensor]:
-    """Return the tensors of a base that the trained model has: neither carried nor left out nor dropped."""
-    others = {*record.carried, *record.left_out, *record.dropped}
-    return {name: tensor for name, tensor in tensors.items() if not others.intersection(_stored_names(tensor))}
+def without_others(base: ReadBase, record: BaseRecord) -> dict[str, SourceTensor]:
+    """Return the tensors of a base that the trained model has: neither carried nor left out nor dropped.
+
+    Without a record of what was dropped (other tools, earlier versions) names decide.
+    """
+    is_recorded = bool(record.counts) and len(record.dropped) == record.counts.get("dropped", 0)
+    others = {*record.carried, *record.left_out, *(record.dropped if is_recorded else base.of_activations)}
+    return {name: tensor for name, tensor in base.tensors.items() if not others.intersection(_stored_names(tensor))}
 
 
 def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> dict[str, SourceTensor]:
@@ -113,14 +119,15 @@ def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> d
     if base is not None and base.digest is not None and base.differs_from(describe_base(str(folder), None)):
         hint = f"give a copy of the weights of {base.name} as they were: `--base MODEL`"
         raise failed_error("merge-carried", f"{what}, and its weights have changed since the training", where=Where(str(folder)), hint=hint)
-    return _of_names(read_base(stack, folder).tensors, record.carried, folder, what)
+    return _of_names(read_base(stack, folder), record.carried, folder, what)
 
 
-def _of_names(tensors: Mapping[str, SourceTensor], carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
-    wanted = set(carried)
-    found = {name: replace(tensor, is_carried=True) for name, tensor in tensors.items() if wanted.intersection(_stored_names(tensor))}
+def _of_names(base: ReadBase, carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
+    wanted = set(carried).difference(base.of_activations)  # earlier versions recorded these as carried
+    stored = base.tensors.items()
+    found = {name: replace(tensor, is_carried=True) for name, tensor in stored if wanted.intersection(_stored_names(tensor))}
     missing = wanted.difference(*(_stored_names(tensor) for tensor in found.values()))
-    if lost := sorted(name for name in missing if not is_of_activations(name)):  # of a run that recorded these as carried
+    if lost := sorted(name for name in missing if not is_of_activations(name)):
         hint = "give the base with all its tensors: `--base MODEL`"
         raise failed_error("merge-carried", f"{what}, and it has no `{lost[0]}`", where=Where(str(folder)), hint=hint)
     return found

@@ -139,8 +139,12 @@ def _read_array(stored: Stored) -> Any:
 
 
 def decoded(tensors: Mapping[str, Stored], encodings: Encodings) -> dict[str, Stored]:
-    """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is decoded while it is read."""
-    found = {name: stored for name, stored in tensors.items() if name not in encodings.parts}
+    """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is decoded while it is read.
+
+    Those that quantise what layers compute are included: a class may have parameters of their names.
+    """
+    of_weights = encodings.of_weights
+    found = {name: stored for name, stored in tensors.items() if name not in of_weights}
     for name, weight in encodings.weights.items():
         stored = tensors[weight.codes]
         others = tuple(tensors[part] if part else None for part in weight.others)

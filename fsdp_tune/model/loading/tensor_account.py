@@ -101,13 +101,15 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
         message = f"the weights of {recipe.model.name_or_path} are quantised ({method_of(base.quantisation)})"
         problems.append(Problem("model-quantised", message, Where(key="model.name_or_path"), IN_16_BITS))
     unread = {each.name for each in encodings.unread}
-    plain = {name: stored for name, stored in base.types.items() if name not in encodings.parts and name not in unread}
-    names = [*plain, *encodings.weights]
     state = parameters_of(model)
-    in_model = names_in_model(model, names, state)
+    of_weights = encodings.of_weights
+    stored_names = [name for name in base.types if name not in of_weights and name not in unread]
+    in_model = names_in_model(model, [*stored_names, *encodings.weights], state)
     parameters = {name: found.name for name, found in in_model.items() if found.name in state}
+    dropped = {name for name in encodings.of_activations if name not in parameters}  # a class may have a parameter of such a name
+    plain = {name: base.types[name] for name in stored_names if name not in dropped}
     biases = _foreign_biases(encodings, plain, parameters)
-    fates: dict[str, Fate] = dict.fromkeys(encodings.of_activations, "dropped")
+    fates: dict[str, Fate] = dict.fromkeys(dropped, "dropped")
     if method_of(base.quantisation) == BITSANDBYTES:
         plain = {name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)}  # their own reader checks them
         fates |= dict.fromkeys(base.types.keys() - plain.keys(), "decoded")
@@ -124,9 +126,8 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     for name, weight in encodings.weights.items():
         carried: Fate = "left out" if is_left_out(recipe, name, layers) else "carried"
         fates |= dict.fromkeys(weight.parts, "decoded" if name in parameters else carried)
-    problems += unread_problems(
-        [*of_other_types, *_not_zero((name for name in biases if fates[name] == "dropped"), base.files)], base.files
-    )
+    lost = _not_zero(sorted(name for name in biases if fates[name] == "dropped"), base.files)
+    problems += unread_problems([*of_other_types, *lost], base.files)
     if not problems:  # else they may be what is missing
         shapes = {name: stored.shape for name, stored in plain.items()} | {name: each.shape for name, each in encodings.weights.items()}
         sources = {
@@ -177,10 +178,10 @@ def names_in_model(
     return found
 
 
-def _foreign_biases(encodings: Encodings, plain: Collection[str], parameters: Mapping[str, str]) -> list[str]:
+def _foreign_biases(encodings: Encodings, plain: Collection[str], parameters: Mapping[str, str]) -> set[str]:
     """Return the biases next to decoded weights of the model for which the model has no parameter."""
     owners = [name.removesuffix("weight") for name in encodings.weights if name in parameters and name.endswith(".weight")]
-    return [name for owner in owners if (name := f"{owner}bias") in plain and name not in parameters]
+    return {name for owner in owners if (name := f"{owner}bias") in plain and name not in parameters}
 
 
 def _not_zero(names: Iterable[str], files: Mapping[str, Path]) -> Iterator[Unread]:
