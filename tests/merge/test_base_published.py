@@ -168,6 +168,20 @@ def test_adapter_of_another_tool_over_a_quantised_base_becomes_a_plain_model_wit
     assert [f"{dropped} tensors" in n.message for n in merged.notices if n.code == "base-calibration-dropped"] == [True] * (dropped > 0)
 
 
+def test_adapter_of_conv1d_layers_over_gptq_is_refused_by_name(tmp_path: Path) -> None:
+    """Decoded weights are [out, in], and would be written transposed; where they are square, nothing would report it."""
+    base = LAYOUTS["llama GPTQ"](tmp_path / "base")
+    adapter = foreign_adapter(base, tmp_path / "adapter", fan_in_fan_out=True)
+    with pytest.raises(FailedError, match=r"q_proj\.weight` is decoded as \[out, in\]"):
+        merge_checkpoint(adapter, MergeOptions(output=tmp_path / "out"))
+    config = json.loads((base.folder / "config.json").read_text())
+    (base.folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(FailedError, match="Conv1D") as caught:
+        merge_checkpoint(foreign_adapter(base, tmp_path / "other"), MergeOptions(output=tmp_path / "out"))
+    assert "qweight" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [COMPOSITE, "deepseek_v3 + layer", "deepseek_v3 fp8 + layer"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -66,13 +66,13 @@ def test_integers_in_the_place_of_a_weight_are_refused_by_name(base: Path) -> No
     assert "I8" in problem.message
 
 
-def gptq_parts(folder: Path, bias: float | None) -> dict[str, torch.Tensor | None]:
+def gptq_parts(folder: Path, bias: float | None = None, name: str = UP) -> dict[str, torch.Tensor | None]:
     """Return the tensors of GPTQ in the place of one weight, with a bias as old AutoGPTQ writes it for each layer."""
-    out, inputs = load_file(folder / "model.safetensors")[UP].shape
-    owner = UP.removesuffix("weight")
+    out, inputs = load_file(folder / "model.safetensors")[name].shape
+    owner = name.removesuffix("weight")
     parts = {"qweight": torch.zeros(inputs // 8, out, dtype=torch.int32), "qzeros": torch.zeros(1, out // 8, dtype=torch.int32)}
     parts |= {"scales": torch.ones(1, out).half()} | ({} if bias is None else {"bias": torch.full((out,), bias).half()})
-    return {UP: None, **{f"{owner}{part}": value for part, value in parts.items()}}
+    return {name: None, **{f"{owner}{part}": value for part, value in parts.items()}}
 
 
 @pytest.mark.parametrize("bias", [None, 0.0, 3.0])
@@ -89,6 +89,19 @@ def test_bias_of_a_decoded_weight_that_the_class_lacks_is_dropped_if_it_is_zero_
     assert found.facts.tensors.carried == ()
     assert found.facts.tensors.dropped == (() if bias is None else (UP.replace("weight", "bias"),))
     assert [notice.code for notice in found.notices if notice.code == "base-calibration-dropped"] == []
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_gptq_of_a_conv1d_is_refused_by_name_where_its_shape_does_not_show_it(lora: dict[str, Any] | None, tmp_path: Path) -> None:
+    """A square weight of GPT-2 would be trained transposed."""
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_positions=1024, n_embd=32, n_layer=1, n_head=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    square = "transformer.h.0.attn.c_proj.weight"
+    rewrite(tmp_path, gptq_parts(tmp_path, name=square), {"quant_method": "gptq", "bits": 4, "group_size": -1})
+    found = find_facts(recipe_of({"name_or_path": str(tmp_path)}, **({} if lora is None else {"lora": lora}))).problems
+    (message,) = (problem.message for problem in found if problem.code == "model-quantised")
+    assert square.replace("weight", "qweight") in message
+    assert "Conv1D" in message
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.families import family_of
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
 from fsdp_tune.core.tensors.encoded import Encoded, StoredType
@@ -66,6 +67,10 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:
             where=Where(str(folder)),
             hint="give the same model in 16 bits: `--base MODEL`",
         )
+    transposed = next((weight for weight in encodings.weights.values() if weight.is_read_in_full), None)
+    if transposed is not None and family_of(config.get("model_type")).has_conv1d:
+        message = f"its `{transposed.codes}` ({transposed.rule}) is the weight of a Linear, [out, in], and the model has Conv1D, [in, out]"
+        raise failed_error("merge-adapter-base", message, where=Where(str(folder)), hint="give the same model in 16 bits: `--base MODEL`")
     of_weights = encodings.of_weights
     plain = {name: tensor for name, tensor in tensors.items() if name not in of_weights}
     dtype = _dtype_of(config)

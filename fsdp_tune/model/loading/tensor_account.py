@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.families import LAYERS, part_of
@@ -127,7 +128,7 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
         carried: Fate = "left out" if is_left_out(recipe, name, layers) else "carried"
         fates |= dict.fromkeys(weight.parts, "decoded" if name in parameters else carried)
     lost = _not_zero(sorted(name for name in biases if fates[name] == "dropped"), base.files)
-    problems += unread_problems([*of_other_types, *lost], base.files)
+    problems += unread_problems([*of_other_types, *lost, *_of_conv1d(model, encodings, parameters)], base.files)
     if not problems:  # else they may be what is missing
         shapes = {name: stored.shape for name, stored in plain.items()} | {name: each.shape for name, each in encodings.weights.items()}
         sources = {
@@ -182,6 +183,14 @@ def _foreign_biases(encodings: Encodings, plain: Collection[str], parameters: Ma
     """Return the biases next to decoded weights of the model for which the model has no parameter."""
     owners = [name.removesuffix("weight") for name in encodings.weights if name in parameters and name.endswith(".weight")]
     return {name for owner in owners if (name := f"{owner}bias") in plain and name not in parameters}
+
+
+def _of_conv1d(model: PreTrainedModel, encodings: Encodings, parameters: Mapping[str, str]) -> Iterator[Unread]:
+    """Yield the codes of a layer of GPTQ or AWQ, whose weight is [out, in], for which the model has a `Conv1D` with [in, out]."""
+    owners = {name_in_base(f"{name}.weight") for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, weight in encodings.weights.items():
+        if weight.is_read_in_full and (parameter := parameters.get(name)) in owners:
+            yield Unread(weight.codes, f"({weight.rule}) is the weight of a Linear, [out, in], and `{parameter}` of a Conv1D, [in, out]")
 
 
 def _not_zero(names: Iterable[str], files: Mapping[str, Path]) -> Iterator[Unread]:
