@@ -307,12 +307,16 @@ class Family:
     """Names that the family had instead of `OLD_ROPE` and `OLD_LOCAL_ROPE`."""
     reads_padding: bool = False
     """Recurrent layers take padding on the left for text."""
+    has_conv1d: bool = False
+    """Layers are `Conv1D`s of transformers, whose weights are [in, out]."""
 
 
 _GPT_NEOX = Family(old_rope_names={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
 _MODERNBERT = Family(old_rope_names={"rope_theta": "global_rope_theta", OLD_LOCAL_ROPE: "local_rope_theta"})
 _READS_PADDING = Family(reads_padding=True)
+_CONV1D = Family(has_conv1d=True)
 _FAMILIES = {
+    **dict.fromkeys(("gpt2", "openai-gpt", "imagegpt", "decision_transformer"), _CONV1D),
     "gpt_neox": _GPT_NEOX,
     "gpt_neox_japanese": _GPT_NEOX,
     "minimax": _READS_PADDING,

@@ -14,6 +14,7 @@ from fsdp_tune.core.families import CODE, COMPANION, is_of_tokenizer
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
+from fsdp_tune.core.tensors.encodings import without_quantisation
 from fsdp_tune.merge.source import INDEX_NAME, Selection
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.directory import SHARD_FOLDER
@@ -142,12 +143,15 @@ def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, 
     return snapshot(HubResource("model", base, "--base", "merge-base", where), wanted, revision=revision)
 
 
-def output_config(config: Mapping[str, object], dtype: DType | None, changes: Mapping[str, object]) -> dict[str, object]:
-    """Return the config for the merged weights, with their dtype and `changes`.
+def output_config(
+    config: Mapping[str, object], dtype: DType | None, changes: Mapping[str, object], *, is_quantised: bool = False
+) -> dict[str, object]:
+    """Return the config for the merged weights, with their dtype and `changes`; with settings of quantised weights if they are.
 
     The dtype has the name of transformers 5 and that of transformers before 4.56, `torch_dtype`.
     """
-    merged = {key: value for key, value in config.items() if key != "_name_or_path"}
+    written = config if is_quantised else without_quantisation(config)
+    merged = {key: value for key, value in written.items() if key != "_name_or_path"}
     if dtype is not None:
         names = {"dtype": dtype.name, "torch_dtype": dtype.name}
         merged |= names

@@ -26,6 +26,7 @@ from fsdp_tune.core.atomic import DISK, STAGE_MARK, needs_filling, occupants, st
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import announced, is_abandoned
+from fsdp_tune.core.tensors.encodings import needs_settings
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.core.version import __version__
@@ -289,7 +290,8 @@ def write_companions(
         put(stage / CONFIG_FILE, (json.dumps(adapter.config_json(), indent=2, ensure_ascii=False) + "\n").encode())
     if companions.config is not None:
         dtype = layout.main_dtype
-        config = output_config(companions.config, dtype if dtype.converts else None, config_changes)
+        is_quantised = needs_settings({name: placed.dtype.safetensors for name, placed in layout.tensors.items()})
+        config = output_config(companions.config, dtype if dtype.converts else None, config_changes, is_quantised=is_quantised)
         put(stage / CONFIG_NAME, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
     for name, path in companions.files.items():
         put(stage / name, read_regular(path))

@@ -254,6 +254,8 @@ class BaseRecord(Document):
     """Names of the tensors that are not part of the trained model, and that a merge writes unchanged."""
     left_out: tuple[str, ...] = ()
     """Names of those that `model.leave_out` keeps out of the merged model."""
+    dropped: tuple[str, ...] = ()
+    """Names of those that are of use only to the quantised base. Earlier versions have no such list."""
     base: BaseModel | None = None
     """The model that the carried tensors are read from; None if there are none."""
 

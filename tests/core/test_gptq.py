@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encodings import find_encodings, method_of
 from tests.core.test_encodings import Tensors, types_of, whole
 
@@ -109,6 +111,34 @@ def test_layers_that_no_rule_reads_are_named(method: str, changed: dict[str, tor
     assert found.weights[W + "weight"].shape == (OUT, IN)
     damaged = find_encodings(types_of(layer(method, **changed)), GPTQ if method == "gptq" else AWQ)
     assert any(each.name == W + named for each in damaged.unread)
+
+
+def test_g_idx_of_zeros_means_consecutive_groups() -> None:
+    """A quantiser without `desc_act` may leave it unfilled; with one group, zeros are its index."""
+    codes, zeros, scales, _ = made(4, torch.float16, zeros_from=1)
+    consecutive = whole(gptq(codes, zeros - 1, scales, torch.arange(IN) // SIZE, 4), GPTQ)
+    assert torch.equal(whole(gptq(codes, zeros - 1, scales, torch.zeros(IN), 4), GPTQ), consecutive)
+    of_one = gptq(codes, zeros[:1] - 1, scales[:1], torch.zeros(IN), 4)
+    assert torch.equal(whole(of_one, GPTQ), (scales[:1] * (codes - zeros[:1])).T.float())
+
+
+@pytest.mark.parametrize("wrong", [-1, IN // SIZE])
+def test_g_idx_without_scales_for_its_groups_is_refused_by_name(wrong: int) -> None:
+    codes, zeros, scales, groups = made(4, torch.float16, zeros_from=1)
+    index = torch.arange(IN) // SIZE
+    index[5] = wrong
+    with pytest.raises(FsdpTuneError, match=rf"`{W}g_idx` .* scales for {groups}") as caught:
+        whole(gptq(codes, zeros - 1, scales, index, 4), GPTQ)
+    assert caught.value.exit_code == 2
+
+
+def test_time_to_find_layers_is_proportional_to_their_number() -> None:
+    """A mixture of experts has 36,000 layers and more; a search in a list of them took 10 s."""
+    types = types_of(layer("awq"))
+    many = {name.replace("layers.0", f"layers.{number}"): stored for number in range(20_000) for name, stored in types.items()}
+    started = time.process_time()
+    assert len(find_encodings(many, AWQ).weights) == 20_000
+    assert time.process_time() - started < 2
 
 
 def test_groups_without_g_idx_end_where_the_settings_say() -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fsdp_tune.answer.loaded_model import _published_names
 from fsdp_tune.core.errors import FailedError
@@ -22,7 +23,7 @@ from fsdp_tune.merge.merging import merge_checkpoint
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.run.base_model import BaseLayout, BaseRecord, describe_base
-from tests.merge.published import KINDS, LAYOUTS, merge_untrained
+from tests.merge.published import KINDS, LAYOUTS, TEXT, Base, merge_untrained
 from tests.model.recipes import recipe_of
 
 FAST = {
@@ -98,6 +99,87 @@ def test_run_that_recorded_scales_of_a_cache_as_carried_is_merged(tmp_path: Path
     BaseRecord({"trained": 21, "carried": 4}, carried=tuple(names), base=describe_base(str(base.folder), None)).write(record)
     merged = merge_checkpoint(tmp_path / "made" / "run", MergeOptions(overwrite=True)).output
     assert load_file(merged / "model.safetensors").keys() == base.plain.keys()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+def test_biases_of_zeros_next_to_codes_are_not_in_the_merged_model(kind: str, tmp_path: Path) -> None:
+    """Old AutoGPTQ wrote one for each layer, also for those without a bias."""
+    base = LAYOUTS["llama GPTQ"](tmp_path / "base")
+    file = base.folder / "model.safetensors"
+    stored = load_file(file)
+    codes = {name.removesuffix("qweight"): value for name, value in stored.items() if name.endswith(".qweight")}
+    save_file(stored | {f"{owner}bias": torch.zeros(value.shape[1]).half() for owner, value in codes.items()}, file, {"format": "pt"})
+    outcome = merge_untrained(base, kind, tmp_path / "made")
+    assert outcome.counts["dropped"] == len(codes)
+    assert outcome.differing == outcome.reported == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameter_with_the_name_of_a_scale_is_in_the_merged_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = LlamaAttention.__init__
+
+    def with_scale(self: Any, *args: Any, **options: Any) -> None:
+        built(self, *args, **options)
+        self.k_scale = torch.nn.Parameter(torch.ones(1))
+
+    base = LAYOUTS["llama, quantised cache (compressed-tensors)"](tmp_path / "base")
+    monkeypatch.setattr(LlamaAttention, "__init__", with_scale)
+    base.plain |= {name: value for name, value in load_file(base.folder / "model.safetensors").items() if name.endswith("k_scale")}
+    outcome = merge_untrained(base, kind, tmp_path / "made")
+    assert outcome.counts["dropped"] == 2
+    assert outcome.differing == outcome.reported == ()
+
+
+def foreign_adapter(base: Base, folder: Path, **changed: Any) -> Path:
+    """Write an adapter of the query projections as PEFT does, without the files of a run."""
+    width = TEXT["hidden_size"]
+    owners = [f"base_model.model.model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    factors = {f"{owner}.lora_A.weight": torch.randn(4, width) for owner in owners}
+    factors |= {f"{owner}.lora_B.weight": torch.randn(width, 4) for owner in owners}
+    folder.mkdir()
+    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
+    config |= {"base_model_name_or_path": str(base.folder), "fan_in_fan_out": False, **changed}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "dropped"),
+    [
+        ("llama GPTQ", 0),
+        ("llama, quantised cache (compressed-tensors)", 4),
+        *(pytest.param(name, 0, marks=pytest.mark.slow) for name in ("llama AWQ", "qwen3 fp8", "llama int4 (compressed-tensors)")),
+    ],
+)
+def test_adapter_of_another_tool_over_a_quantised_base_becomes_a_plain_model_with_a_plain_config(
+    name: str, dropped: int, tmp_path: Path
+) -> None:
+    base = LAYOUTS[name](tmp_path / "base")
+    config = json.loads((base.folder / "config.json").read_text())
+    nested = {"text_config": {"quantization_config": config["quantization_config"], "hidden_size": 64}}
+    (base.folder / "config.json").write_text(json.dumps(config | nested))
+    merged = merge_checkpoint(foreign_adapter(base, tmp_path / "adapter"), MergeOptions(output=tmp_path / "out", dtype="fp32"))
+    written = json.loads((merged.output / "config.json").read_text())
+    assert "quantization_config" not in written
+    assert written["text_config"].keys() == {"hidden_size", "dtype", "torch_dtype"} & written["text_config"].keys()
+    assert load_file(merged.output / "model.safetensors").keys() == base.plain.keys()
+    assert [f"{dropped} tensors" in n.message for n in merged.notices if n.code == "base-calibration-dropped"] == [True] * (dropped > 0)
+
+
+def test_adapter_of_conv1d_layers_over_gptq_is_refused_by_name(tmp_path: Path) -> None:
+    """Decoded weights are [out, in], and would be written transposed; where they are square, nothing would report it."""
+    base = LAYOUTS["llama GPTQ"](tmp_path / "base")
+    adapter = foreign_adapter(base, tmp_path / "adapter", fan_in_fan_out=True)
+    with pytest.raises(FailedError, match=r"q_proj\.weight` is decoded as \[out, in\]"):
+        merge_checkpoint(adapter, MergeOptions(output=tmp_path / "out"))
+    config = json.loads((base.folder / "config.json").read_text())
+    (base.folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(FailedError, match="Conv1D") as caught:
+        merge_checkpoint(foreign_adapter(base, tmp_path / "other"), MergeOptions(output=tmp_path / "out"))
+    assert "qweight" in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -245,6 +245,10 @@ def test_dynamic_fine_tuning_is_written(tool: str, tmp_path: Path) -> None:
     assert values(off)["training.loss"] == "cross_entropy"
 
 
+def test_keys_may_replace_those_of_a_merge_as_yaml_has_it(tmp_path: Path) -> None:
+    assert values(from_text(tmp_path, f"<<: {{learning_rate: 1.0e-3}}\n{AXOLOTL}"))["training.learning_rate"] == 2e-4
+
+
 def test_exact_deduplication_of_axolotl_is_kept(tmp_path: Path) -> None:
     text = DFT_FILES["axolotl"].replace("use_dft", "dataset_exact_deduplication")
     assert values(from_text(tmp_path, text))["data.drop_duplicates"] is True

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.weight_files import check_weight_files
+from fsdp_tune.model.loading.weight_slices import find_weight_files, read_tensors
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -99,3 +102,30 @@ def test_inspection_has_the_problems_of_weight_files(base: Path) -> None:
     (base / SINGLE).write_bytes(POINTER)
     document = find_facts(recipe_of({"name_or_path": str(base)}, data={"train": [{"path": "x"}], "max_length": 64}))
     assert [problem.code for problem in document.problems] == ["model-weights-pointer"]
+
+
+def test_codes_of_a_file_are_not_kept_for_a_later_load(base: Path) -> None:
+    """A process that loads twice would mix two bases, and ranks would hold codes while they train."""
+    recipe = recipe_of({"name_or_path": str(base)})
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"])).save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    (base / "config.json").write_text(json.dumps(config))
+    others = load_file(base / SINGLE)
+    name = "model.layers.0.mlp.up_proj.weight"
+    out, inputs = others.pop(name).shape
+    owner = name.removesuffix("weight")
+    codes = {f"{owner}qweight": torch.randint(1 << 30, (inputs // 8, out)).int(), f"{owner}qzeros": torch.zeros(1, out // 8).int()}
+
+    def read() -> torch.Tensor:
+        files, target = find_weight_files(recipe), torch.empty(out, inputs)
+        assert files is not None
+        read_tensors({name: target}, files)
+        return target
+
+    for load in (read, lambda: build_full(recipe).get_parameter(name).detach()):
+        values: list[torch.Tensor] = []
+        for scale in (1, 2):
+            save_file({**others, **codes, f"{owner}scales": torch.full((1, out), scale).half()}, base / SINGLE, {"format": "pt"})
+            values.append(load().float())
+        assert torch.equal(values[1], 2 * values[0])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encoded import StoredType
@@ -18,7 +19,7 @@ from fsdp_tune.model.loading import exported_config
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.tensor_account import BaseTensors, account_for
-from fsdp_tune.model.loading.weight_slices import find_weight_files
+from fsdp_tune.model.loading.weight_slices import find_weight_files, read_slices
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -65,6 +66,44 @@ def test_integers_in_the_place_of_a_weight_are_refused_by_name(base: Path) -> No
     assert "I8" in problem.message
 
 
+def gptq_parts(folder: Path, bias: float | None = None, name: str = UP) -> dict[str, torch.Tensor | None]:
+    """Return the tensors of GPTQ in the place of one weight, with a bias as old AutoGPTQ writes it for each layer."""
+    out, inputs = load_file(folder / "model.safetensors")[name].shape
+    owner = name.removesuffix("weight")
+    parts = {"qweight": torch.zeros(inputs // 8, out, dtype=torch.int32), "qzeros": torch.zeros(1, out // 8, dtype=torch.int32)}
+    parts |= {"scales": torch.ones(1, out).half()} | ({} if bias is None else {"bias": torch.full((out,), bias).half()})
+    return {name: None, **{f"{owner}{part}": value for part, value in parts.items()}}
+
+
+@pytest.mark.parametrize("bias", [None, 0.0, 3.0])
+def test_bias_of_a_decoded_weight_that_the_class_lacks_is_dropped_if_it_is_zero_and_else_refused(base: Path, bias: float | None) -> None:
+    rewrite(base, gptq_parts(base, bias), {"quant_method": "gptq", "bits": 4, "group_size": -1})
+    found = find_facts(recipe_of({"name_or_path": str(base)}))
+    if bias:
+        (problem,) = found.problems
+        assert (problem.code, UP.replace("weight", "bias") in problem.message) == ("model-quantised", True)
+        assert problem.where.source == str(base / "model.safetensors")
+        return
+    assert found.problems == ()
+    assert found.facts is not None
+    assert found.facts.tensors.carried == ()
+    assert found.facts.tensors.dropped == (() if bias is None else (UP.replace("weight", "bias"),))
+    assert [notice.code for notice in found.notices if notice.code == "base-calibration-dropped"] == []
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_gptq_of_a_conv1d_is_refused_by_name_where_its_shape_does_not_show_it(lora: dict[str, Any] | None, tmp_path: Path) -> None:
+    """A square weight of GPT-2 would be trained transposed."""
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_positions=1024, n_embd=32, n_layer=1, n_head=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    square = "transformer.h.0.attn.c_proj.weight"
+    rewrite(tmp_path, gptq_parts(tmp_path, name=square), {"quant_method": "gptq", "bits": 4, "group_size": -1})
+    found = find_facts(recipe_of({"name_or_path": str(tmp_path)}, **({} if lora is None else {"lora": lora}))).problems
+    (message,) = (problem.message for problem in found if problem.code == "model-quantised")
+    assert square.replace("weight", "qweight") in message
+    assert "Conv1D" in message
+
+
 @pytest.mark.parametrize(
     ("entry", "says", "hint"),
     [("mtp", "matches no tensor", "extra"), ("layers.0", "tensors of the model that is trained", "extra"), ("extra", None, None)],
@@ -98,6 +137,28 @@ def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(bas
     assert found is not None
     account = account_for(recipe, model_config(recipe), build_empty(recipe), found)
     assert account.names("carried") == ("mtp.fc.weight",)
+
+
+def test_parameter_of_the_class_with_the_name_of_a_scale_is_trained_and_loaded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = LlamaAttention.__init__
+
+    def with_scale(self: Any, *args: Any, **options: Any) -> None:
+        built(self, *args, **options)
+        self.k_scale = torch.nn.Parameter(torch.ones(1))
+
+    monkeypatch.setattr(LlamaAttention, "__init__", with_scale)
+    stored = load_file(base / "model.safetensors")
+    owners = [name.removesuffix("q_proj.weight") for name in stored if name.endswith("q_proj.weight")]
+    rewrite(base, {f"{owner}{part}_scale": torch.tensor([3.0]) for owner in owners for part in "kv"}, {"quant_method": "modelopt"})
+    recipe = recipe_of({"name_or_path": str(base)})
+    found = find_facts(recipe)
+    assert found.problems == ()
+    assert found.facts is not None
+    assert found.facts.tensors.dropped == tuple(sorted(f"{owner}v_scale" for owner in owners))
+    model, files = build_empty(recipe).to_empty(device="cpu"), find_weight_files(recipe)
+    assert files is not None
+    read_slices(model, files)
+    assert [model.get_parameter(f"{owner}k_scale").item() for owner in owners] == [3.0] * len(owners)
 
 
 TEXT = {k: FAMILIES["llama"][k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}

@@ -41,6 +41,32 @@ def test_invalid_hardware_file_is_refused_with_reason(tmp_path: Path, text: str,
     assert {problem.code for problem in caught.value.problems} == {"wrong-gpu-file"}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "source: &b {memory_gb: 80, bandwidth_gb_s: 2000}\n<<: *b\nmemory_gb: 96",
+        "<<: {memory_gb: 80, bandwidth_gb_s: 2000}\nmemory_gb: 96",
+        "\ufeffmemory_gb: 96\nbandwidth_gb_s: 2000",
+        "memory_gb: 96\nbandwidth_gb_s: 2000\nsource: a\u00a0page",
+    ],
+)
+def test_what_yaml_allows_outside_of_recipes_is_read(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    gpu = find_or_read_hardware(str(path))
+    assert (gpu.memory_gb, gpu.bandwidth_gb_s) == (96, 2000)
+
+
+@pytest.mark.parametrize("text", ["a: !!python/name:os x", "a: 1\n---\nb: 2", "a: \x07", "a: [", "a: *b", None])
+def test_refusal_of_a_gpu_file_does_not_mention_recipes(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "mine.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(FsdpTuneError) as caught:
+        find_or_read_hardware(str(path))
+    assert not [each for each in caught.value.problems if "recipe" in f"{each.message} {each.hint}"]
+
+
 def test_gpu_file_with_aliases_of_aliases_is_refused_and_not_expanded(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))]
     path = tmp_path / "mine.yaml"

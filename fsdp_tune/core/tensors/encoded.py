@@ -18,6 +18,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.tensors.dtypes import Shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -123,7 +124,10 @@ class Encoded:
         tensor_scale: Array | None = None,
         groups: Array | None = None,
     ) -> Array:
-        """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; the other tensors in full."""
+        """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; the other tensors in full.
+
+        Raises: usage error for a `g_idx` with groups that have no scales.
+        """
         if self.is_read_in_full:
             assert zero_points is not None
             return self._decode_by_inputs(start, sizes, codes, scales, zero_points, groups)
@@ -158,9 +162,21 @@ class Encoded:
         else:
             values = self._from_words(codes[inputs], outputs).T
         words = zero_points.view(np.uint32) + np.uint32(self._ones) if self.adds_one else zero_points
-        of_group = groups[inputs] if groups is not None else np.arange(inputs.start, inputs.stop) // self.block[1]
+        of_group = self._group_of_each(groups, len(scales))[inputs]
         zeros, factors = self._from_words(words, outputs)[of_group].T, _as_scales(scales[:, outputs])[of_group].T
         return self._rounded((values - zeros) * factors, scales)
+
+    def _group_of_each(self, groups: Array | None, count: int) -> Array:
+        """Return the group of each input. A `g_idx` of zeros for several groups was not filled: kernels that need no order (exllama) read
+        consecutive groups then. Raises: usage error for groups that have no scales."""
+        inputs = self.shape[1]
+        is_unfilled = groups is not None and count > 1 and not groups.any()
+        if groups is None or (is_unfilled and self.block[1] * count >= inputs):
+            return np.arange(inputs) // self.block[1]
+        if is_unfilled or groups.min() < 0 or groups.max() >= count:
+            message = f"`{self.groups}` has groups from {groups.min()} to {groups.max()}, and there are scales for {count}"
+            raise usage_error("model-quantised", message, hint="download or copy the files again, or name the model in 16 bits")
+        return groups
 
     def _from_words(self, words: Array, part: slice) -> Array:
         """Return columns `part` of the values of words [rows, columns * bits / 32] in fp32."""

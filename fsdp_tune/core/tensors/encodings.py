@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from fsdp_tune.core.errors import Notice, Where
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
 from fsdp_tune.core.tensors.encoded import FLOATS, MXFP4_BLOCK, Encoded, StoredType, Unread, blocks_of
 from fsdp_tune.core.tensors.gptq import AWQ, GPTQ, format_of, of_awq, of_gptq
@@ -30,6 +31,8 @@ _OF_ACTIVATIONS = frozenset({*_UNUSED, *_OF_CACHE, "prob_scale", "prob_output_sc
 """Last parts of names of tensors that quantise what layers compute: inputs, outputs, queries and the cache of keys and values."""
 _MARKS = ("_scale_inv", "_scale", "_packed", "_zero_point", "_global_scale", "_g_idx", "_scale_2")
 _CODES_OF_OTHERS = ("I8", "U8", "I16", "U16", "I32", "U32")
+_PLAIN = (*FLOATS, "C64", "I64", "U64", "BOOL")
+"""Types of a model that is not quantised: weights, masks and indices."""
 _SIGNS = ("scale", "absmax", "SCB", "codebook", "centroids", "zero")
 """In the last part of a name: a tensor that turns integers next to it into values."""
 _NVFP4_BLOCK = 16
@@ -50,7 +53,11 @@ class Encodings:
     @property
     def parts(self) -> set[str]:
         """Names of the tensors of the files that a plain model does not have."""
-        return {*self.of_activations, *(part for weight in self.weights.values() for part in weight.parts)}
+        return {*self.of_activations, *self.of_weights}
+
+    @property
+    def of_weights(self) -> set[str]:
+        return {part for weight in self.weights.values() for part in weight.parts}
 
 
 SETTINGS = ("quantization_config", "compression_config")
@@ -65,6 +72,29 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
             return cast("dict[str, Any]", found)
     nested = (quantisation_of(as_mapping(value)) for key, value in config.items() if key.endswith("_config"))
     return next(filter(None, nested), dict[str, Any]())
+
+
+def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the settings under which weights are quantised, also in nested configurations."""
+    kept = {key: value for key, value in config.items() if key not in SETTINGS}
+    return {key: without_quantisation(cast("dict[str, Any]", value)) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def needs_settings(tensors: Mapping[str, str]) -> bool:
+    """Return whether files are read only with the settings of a config.json: they have codes, or scales of what layers compute.
+
+    `tensors`: {name: type by safetensors' name}.
+    """
+    return any(dtype not in _PLAIN or is_of_activations(name) for name, dtype in tensors.items())
+
+
+def dropped_notices(dropped: Iterable[str], where: Where) -> list[Notice]:
+    """Return the notice about those tensors that quantise what layers of a base compute."""
+    if not (dropped := [*filter(is_of_activations, dropped)]):
+        return []
+    message = f"{len(dropped):,} tensors of the base that quantise a cache or activations, such as `{dropped[0]}`, are not written"
+    hint = "they belong to the weights before training: measure them again with the tool that serves the merged model"
+    return [Notice("base-calibration-dropped", message, where, hint)]
 
 
 def scales_among(names: Iterable[str]) -> list[str]:

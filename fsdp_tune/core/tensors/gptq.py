@@ -39,7 +39,7 @@ def of_gptq(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> I
 
 
 def of_awq(tensors: Mapping[str, StoredType], settings: Mapping[str, Any]) -> Iterator[Encoded | Unread]:
-    owners = _owners(tensors)
+    owners = dict.fromkeys(_owners(tensors))
     for owner in owners:
         yield _of_layer(tensors, owner, AWQ, settings, adds_one=False)
     for name in tensors:

@@ -16,6 +16,7 @@ from fsdp_tune.core.command import BaseWeights
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.families import with_changes
 from fsdp_tune.core.tensors.dtypes import DTYPES
+from fsdp_tune.core.tensors.encodings import dropped_notices
 from fsdp_tune.core.tensors.file_formats import (
     CONFIG_FILE,
     MAGNITUDE,
@@ -178,7 +179,9 @@ def _merge(
             companions = companions.with_tokenizer_of([w.root for w in selection.weights])
             if companions.config is not None:
                 companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
-        below, renamed = _with_names_of_model(without_others(read_base(stack, base), record_of_base(selection)), _layout_of(selection))
+        of_base = read_base(stack, base)
+        below, renamed = _with_names_of_model(without_others(of_base, record_of_base(selection)), _layout_of(selection))
+        notices += dropped_notices(of_base.of_activations, Where(str(base))) if selection.run is None else ()  # a run has reported it
         if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
             below |= _in_4_bits(below, trained, base)
         if options.base is None and selection.run is None:

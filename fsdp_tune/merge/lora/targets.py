@@ -155,6 +155,8 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
     for tensor in (weight, a, b):
         if not tensor.dtype.converts:
             raise config.unsupported(f"`{tensor.name}` is {tensor.dtype.name} (quantised?), to which nothing can be added")
+    if config.fan_in_fan_out and weight.encoded is not None and weight.encoded.weight.is_read_in_full:
+        raise config.unsupported(f"`{name}` is decoded as [out, in], and the adapter is of Conv1D, whose weights are [in, out]")
     is_transposed = is_embedding_layer or weight.shape != shape or (shape[0] == shape[1] and square_is_transposed)
     scaling = config.scaling(module, rank)
     layers.scalings.add(scaling)

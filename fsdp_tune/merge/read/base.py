@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.families import family_of
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
 from fsdp_tune.core.tensors.encoded import Encoded, StoredType
@@ -27,8 +29,16 @@ def record_of_base(selection: Selection) -> BaseRecord:
     return BaseRecord.read(folder / TENSORS_FILE) or BaseRecord()
 
 
-def read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
-    """Return the tensors of a model directory by name; `stack` closes its files. Raises: usage error if it has none that are read."""
+class ReadBase(NamedTuple):
+    """The tensors of a directory by name, each quantised weight as one; `of_activations`: names of those that by their names quantise
+    what layers compute."""
+
+    tensors: dict[str, SourceTensor]
+    of_activations: tuple[str, ...]
+
+
+def read_base(stack: ExitStack, folder: Path) -> ReadBase:
+    """Return the tensors of a model directory; `stack` closes its files. Raises: usage error if it has none that are read."""
     found = find_weights(folder)
     if found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE):
         raise usage_error(
@@ -44,7 +54,7 @@ def read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
     return _decoded({tensor.name: tensor for tensor in tensors}, folder)
 
 
-def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, SourceTensor]:
+def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:
     """Return the tensors of a plain model. Raises: FailedError for an encoding that no rule reads."""
     config = read_folder(folder).config or {}
     types = {name: StoredType(tensor.dtype.safetensors, tensor.shape) for name, tensor in tensors.items()}
@@ -57,9 +67,15 @@ def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> dict[str, Sou
             where=Where(str(folder)),
             hint="give the same model in 16 bits: `--base MODEL`",
         )
-    plain = {name: tensor for name, tensor in tensors.items() if name not in encodings.parts}
+    transposed = next((weight for weight in encodings.weights.values() if weight.is_read_in_full), None)
+    if transposed is not None and family_of(config.get("model_type")).has_conv1d:
+        message = f"its `{transposed.codes}` ({transposed.rule}) is the weight of a Linear, [out, in], and the model has Conv1D, [in, out]"
+        raise failed_error("merge-adapter-base", message, where=Where(str(folder)), hint="give the same model in 16 bits: `--base MODEL`")
+    of_weights = encodings.of_weights
+    plain = {name: tensor for name, tensor in tensors.items() if name not in of_weights}
     dtype = _dtype_of(config)
-    return plain | {name: _weight(weight, tensors, dtype) for name, weight in encodings.weights.items()}
+    weights = {name: _weight(weight, tensors, dtype) for name, weight in encodings.weights.items()}
+    return ReadBase(plain | weights, encodings.of_activations)
 
 
 def _read(path: Path) -> dict[str, object] | None:
@@ -80,10 +96,14 @@ def _weight(weight: Encoded, tensors: Mapping[str, SourceTensor], dtype: DType) 
     return SourceTensor(weight.name, dtype, weight.shape, (), codes.files, encoded=encoded)
 
 
-def without_others(tensors: Mapping[str, SourceTensor], record: BaseRecord) -> dict[str, SourceTensor]:
-    """Return the tensors of a base that the trained model has: neither carried nor left out."""
-    others = {*record.carried, *record.left_out}
-    return {name: tensor for name, tensor in tensors.items() if not others.intersection(_stored_names(tensor))}
+def without_others(base: ReadBase, record: BaseRecord) -> dict[str, SourceTensor]:
+    """Return the tensors of a base that the trained model has: neither carried nor left out nor dropped.
+
+    Without a record of what was dropped (other tools, earlier versions) names decide.
+    """
+    is_recorded = bool(record.counts) and len(record.dropped) == record.counts.get("dropped", 0)
+    others = {*record.carried, *record.left_out, *(record.dropped if is_recorded else base.of_activations)}
+    return {name: tensor for name, tensor in base.tensors.items() if not others.intersection(_stored_names(tensor))}
 
 
 def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> dict[str, SourceTensor]:
@@ -107,11 +127,12 @@ def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> d
     return _of_names(read_base(stack, folder), record.carried, folder, what)
 
 
-def _of_names(tensors: Mapping[str, SourceTensor], carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
-    wanted = set(carried)
-    found = {name: replace(tensor, is_carried=True) for name, tensor in tensors.items() if wanted.intersection(_stored_names(tensor))}
+def _of_names(base: ReadBase, carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:
+    wanted = set(carried).difference(base.of_activations)  # earlier versions recorded these as carried
+    stored = base.tensors.items()
+    found = {name: replace(tensor, is_carried=True) for name, tensor in stored if wanted.intersection(_stored_names(tensor))}
     missing = wanted.difference(*(_stored_names(tensor) for tensor in found.values()))
-    if lost := sorted(name for name in missing if not is_of_activations(name)):  # of a run that recorded these as carried
+    if lost := sorted(name for name in missing if not is_of_activations(name)):
         hint = "give the base with all its tensors: `--base MODEL`"
         raise failed_error("merge-carried", f"{what}, and it has no `{lost[0]}`", where=Where(str(folder)), hint=hint)
     return found

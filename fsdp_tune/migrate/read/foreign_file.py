@@ -23,9 +23,9 @@ from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.read.other_tools import no_importer, other_tool
-from fsdp_tune.recipe.read.plain_yaml import about_the_file
+from fsdp_tune.recipe.read.plain_yaml import about_the_file, compose_plain
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES, SCRIPTS, TORCHTUNE, UNSLOTH, tool_of, tried
-from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, compose, read_text
+from fsdp_tune.recipe.read.yaml_source import ListNode, MappingNode, Node, read_text
 
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\$[A-Za-z_]\w*$")
 """Text that a tool, or the shell, replaces before it is a value."""
@@ -230,10 +230,7 @@ def _mapping(values: object, path: Path) -> dict[str, Any]:
 
 
 def _yaml(text: str, path: Path, tool: str) -> ForeignFile:
-    root, problems = compose(text, str(path))
-    wrong = [problem for problem in problems if problem.code != "recipe-not-text"]
-    if wrong:
-        raise FsdpTuneError(*(about_the_file(problem) for problem in wrong))
+    root = compose_plain(text, str(path))
     values = _mapping(None if root is None else _value(root), path)
     lines: dict[KeyPath, int] = {}
     if root is not None:

@@ -30,7 +30,7 @@ from fsdp_tune.model.loading.language_model import of_other_modalities
 from fsdp_tune.model.loading.nf4_files import refuse_other_quantisation, without_quantisation
 from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
-from fsdp_tune.model.loading.stored_tensors import Stored, read_whole
+from fsdp_tune.model.loading.stored_tensors import Stored, decoding, read_whole
 from fsdp_tune.model.loading.unfilled import not_converted, require_filled
 from fsdp_tune.model.loading.untie import tie_text, untie
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files
@@ -307,7 +307,8 @@ def _from_codes(
     """Load a model whose quantised weights are decoded as transformers reads each of them."""
     empty = build_base(recipe, config)
     state = {name: _Lazy(stored) for name, stored in files.tensors.items()}
-    loaded: Any = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **options)
+    with decoding():
+        loaded: Any = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **options)
     return loaded
 
 

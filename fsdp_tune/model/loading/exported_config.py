@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 from huggingface_hub import get_safetensors_metadata
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -28,7 +27,7 @@ from fsdp_tune.core.families import (
 )
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
 from fsdp_tune.core.tensors.encoded import StoredType
-from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, SETTINGS, settings_of_files
+from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, settings_of_files, without_quantisation
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors
 from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers
@@ -137,8 +136,7 @@ def _exported_config(recipe: Recipe, changes: Mapping[str, object], config: PreT
     if folder is not None and (written := _read_object(folder / "config.json")):
         own = with_changes(written, changes)
         candidates = [with_old_spellings(own), own, *candidates] if _is_of_transformers_5(written) else [own, *candidates]
-    for candidate in candidates:
-        _remove_quantisation(candidate)  # a merged model is not quantised
+    candidates = [without_quantisation(candidate) for candidate in candidates]  # a merged model is not quantised
     return next((candidate for candidate in candidates if _reads_as(candidate, config)), candidates[-1])
 
 
@@ -188,11 +186,3 @@ def _read_object(path: Path | None) -> dict[str, object] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _remove_quantisation(config: dict[str, object]) -> None:
-    for key in SETTINGS:
-        config.pop(key, None)
-    for nested in config.values():
-        if isinstance(nested, dict):
-            _remove_quantisation(cast("dict[str, object]", nested))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, collected
 from fsdp_tune.core.reads import Reads
+from fsdp_tune.core.tensors.encodings import dropped_notices
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model import kept_inspections
 from fsdp_tune.model.model_files import AdapterFacts, ModelFacts, ModelInspection
@@ -46,7 +47,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts
     from fsdp_tune.model.loading.exported_config import local_tensors
-    from fsdp_tune.model.loading.tensor_account import account_for, dropped_notices
+    from fsdp_tune.model.loading.tensor_account import account_for
     from fsdp_tune.model.loading.weight_files import check_weight_files
     from fsdp_tune.model.mixers import packing_notices
     from fsdp_tune.model.optim.adamw_in_blocks import require_optimizer
@@ -63,7 +64,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
         account = account_for(recipe, config, model, base) if base is not None else None
         found = _facts(recipe, config, model, base, account, packaged=packaged, has_files=not problems)
         problems += account.problems if account is not None else ()
-        notices += dropped_notices(account) if account is not None else ()
+        notices += dropped_notices(account.names("dropped") if account is not None else (), Where(key="model.name_or_path"))
         if recipe.lora is not None:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -120,6 +121,16 @@ class Codes:
         return torch.from_numpy(self.weight.decode(start, sizes, array, _read_array(self.scales), *others)).reshape(-1)
 
 
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Read weights that are decoded. Their scales and codes are in memory up to the end of this context, and not for a later one: files
+    may be other ones then."""
+    try:
+        yield
+    finally:
+        _read_array.cache_clear()
+
+
 @functools.lru_cache(maxsize=6)
 def _read_array(stored: Stored) -> Any:
     """Return a tensor, as it is stored, in numpy: parts of one weight are decoded one after the other, and need the same scales."""
@@ -128,8 +139,12 @@ def _read_array(stored: Stored) -> Any:
 
 
 def decoded(tensors: Mapping[str, Stored], encodings: Encodings) -> dict[str, Stored]:
-    """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is decoded while it is read."""
-    found = {name: stored for name, stored in tensors.items() if name not in encodings.parts}
+    """Return the tensors of a model's files with each quantised weight as one tensor in fp32, which is decoded while it is read.
+
+    Those that quantise what layers compute are included: a class may have parameters of their names.
+    """
+    of_weights = encodings.of_weights
+    found = {name: stored for name, stored in tensors.items() if name not in of_weights}
     for name, weight in encodings.weights.items():
         stored = tensors[weight.codes]
         others = tuple(tensors[part] if part else None for part in weight.others)

@@ -3,15 +3,16 @@
 *trained* and *frozen*: a parameter or buffer of the model. *decoded*: a part of a quantised weight that a rule reads. *carried*: not in
 the class that is trained (`mtp.*`, `visual.*`, an extra layer of next-token prediction), and written unchanged into a merged model.
 A quantised weight of these is decoded too, since the merged model is a plain one. *dropped*: quantises what layers of the base compute
-(`k_scale` of a cache), which is measured before training and has no use without the settings of the base. *left out*: named by
-`model.leave_out`. Anything else is refused by name.
+(`k_scale` of a cache), which is measured before training and has no use without the settings of the base; or is a bias of zeros next to
+a decoded weight, which old AutoGPTQ wrote for layers without one. *left out*: named by `model.leave_out`. Anything else is refused by
+name.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +21,15 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.pytorch_utils import Conv1D
 
-from fsdp_tune.core.errors import Notice, Problem, Where
+from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.families import LAYERS, part_of
 from fsdp_tune.core.tensors.encoded import StoredType, Unread
 from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, find_encodings, method_of
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import layers_in_4_bits
+from fsdp_tune.model.loading.stored_tensors import read_whole, tensors_of
 from fsdp_tune.model.loading.unfilled import TensorSource, unfilled_problems
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -87,7 +90,7 @@ class TensorAccount:
         return tuple(sorted(name for name, found in self.fates.items() if found == fate))
 
     def record(self) -> BaseRecord:
-        return BaseRecord(self.counts(), self.rules, self.names("carried"), self.names("left out"))
+        return BaseRecord(self.counts(), self.rules, self.names("carried"), self.names("left out"), self.names("dropped"))
 
 
 def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel, base: BaseTensors) -> TensorAccount:
@@ -99,12 +102,15 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
         message = f"the weights of {recipe.model.name_or_path} are quantised ({method_of(base.quantisation)})"
         problems.append(Problem("model-quantised", message, Where(key="model.name_or_path"), IN_16_BITS))
     unread = {each.name for each in encodings.unread}
-    plain = {name: stored for name, stored in base.types.items() if name not in encodings.parts and name not in unread}
-    names = [*plain, *encodings.weights]
     state = parameters_of(model)
-    in_model = names_in_model(model, names, state)
+    of_weights = encodings.of_weights
+    stored_names = [name for name in base.types if name not in of_weights and name not in unread]
+    in_model = names_in_model(model, [*stored_names, *encodings.weights], state)
     parameters = {name: found.name for name, found in in_model.items() if found.name in state}
-    fates: dict[str, Fate] = dict.fromkeys(encodings.of_activations, "dropped")
+    dropped = {name for name in encodings.of_activations if name not in parameters}  # a class may have a parameter of such a name
+    plain = {name: base.types[name] for name in stored_names if name not in dropped}
+    biases = _foreign_biases(encodings, plain, parameters)
+    fates: dict[str, Fate] = dict.fromkeys(dropped, "dropped")
     if method_of(base.quantisation) == BITSANDBYTES:
         plain = {name: stored for name, stored in plain.items() if not _is_of_4_bits(name, base.types)}  # their own reader checks them
         fates |= dict.fromkeys(base.types.keys() - plain.keys(), "decoded")
@@ -112,7 +118,7 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     for name, stored in plain.items():
         parameter = parameters.get(name)
         if parameter is None:
-            fates[name] = "left out" if is_left_out(recipe, name, layers) else "carried"
+            fates[name] = "left out" if is_left_out(recipe, name, layers) else "dropped" if name in biases else "carried"
             continue
         fates[name] = "trained" if state[parameter].requires_grad else "frozen"
         if state[parameter].is_floating_point() and not stored.is_float:
@@ -121,7 +127,8 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     for name, weight in encodings.weights.items():
         carried: Fate = "left out" if is_left_out(recipe, name, layers) else "carried"
         fates |= dict.fromkeys(weight.parts, "decoded" if name in parameters else carried)
-    problems += unread_problems(of_other_types, base.files)
+    lost = _not_zero(sorted(name for name in biases if fates[name] == "dropped"), base.files)
+    problems += unread_problems([*of_other_types, *lost, *_of_conv1d(model, encodings, parameters)], base.files)
     if not problems:  # else they may be what is missing
         shapes = {name: stored.shape for name, stored in plain.items()} | {name: each.shape for name, each in encodings.weights.items()}
         sources = {
@@ -172,13 +179,31 @@ def names_in_model(
     return found
 
 
-def dropped_notices(account: TensorAccount) -> list[Notice]:
-    """Return the notice about tensors of the base that quantise what its layers compute."""
-    if not (dropped := account.names("dropped")):
-        return []
-    message = f"{len(dropped):,} tensors of the base that quantise a cache or activations, such as `{dropped[0]}`, are not written"
-    hint = "they belong to the weights before training: measure them again with the tool that serves the merged model"
-    return [Notice("base-calibration-dropped", message, Where(key="model.name_or_path"), hint)]
+def _foreign_biases(encodings: Encodings, plain: Collection[str], parameters: Mapping[str, str]) -> set[str]:
+    """Return the biases next to decoded weights of the model for which the model has no parameter."""
+    owners = [name.removesuffix("weight") for name in encodings.weights if name in parameters and name.endswith(".weight")]
+    return {name for owner in owners if (name := f"{owner}bias") in plain and name not in parameters}
+
+
+def _of_conv1d(model: PreTrainedModel, encodings: Encodings, parameters: Mapping[str, str]) -> Iterator[Unread]:
+    """Yield the codes of a layer of GPTQ or AWQ, whose weight is [out, in], for which the model has a `Conv1D` with [in, out]."""
+    owners = {name_in_base(f"{name}.weight") for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, weight in encodings.weights.items():
+        if weight.is_read_in_full and (parameter := parameters.get(name)) in owners:
+            yield Unread(weight.codes, f"({weight.rule}) is the weight of a Linear, [out, in], and `{parameter}` of a Conv1D, [in, out]")
+
+
+def _not_zero(names: Iterable[str], files: Mapping[str, Path]) -> Iterator[Unread]:
+    """Yield the biases with values other than zero, of files that are on this machine: ranks check those that are downloaded."""
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        if (file := files.get(name)) is not None and file.is_file():
+            by_file.setdefault(file, []).append(name)
+    for file, found in by_file.items():
+        stored = dict(tensors_of(file))
+        for name in found:
+            if read_whole(stored[name]).count_nonzero():
+                yield Unread(name, "is a bias of a quantised layer, which has none in the model that is trained")
 
 
 def is_left_out(recipe: Recipe, name: str, layers: int) -> bool:

@@ -29,7 +29,7 @@ from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
 from fsdp_tune.model.loading.nf4_files import by_layer
-from fsdp_tune.model.loading.stored_tensors import DTYPES, Stored, decoded, headers_of, read_elements, read_weight_map
+from fsdp_tune.model.loading.stored_tensors import DTYPES, Stored, decoded, decoding, headers_of, read_elements, read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors, unread_problems
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, offset_of
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -140,7 +140,7 @@ def read_tensors(targets: Mapping[str, torch.Tensor | Nf4Linear], weights: Weigh
     buffer_bytes = BUFFER_BYTES // 2
     buffers = itertools.cycle([bytearray(buffer_bytes), bytearray(buffer_bytes)])
     parts = itertools.chain.from_iterable(_parts(targets[name], stored[name], buffer_bytes) for name in names)
-    with _FileReader() as reader, ThreadPoolExecutor(1) as pool:
+    with decoding(), _FileReader() as reader, ThreadPoolExecutor(1) as pool:
         before: tuple[StoredRows, Future[torch.Tensor]] | None = None
         for rows in parts:
             reading = pool.submit(reader.read, rows, next(buffers))

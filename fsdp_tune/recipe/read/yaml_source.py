@@ -34,10 +34,14 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 _REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
-def read_text(path: Path, *, most_bytes: int = MAX_FILE_BYTES) -> str:
-    """Return the decoded contents. Raises: FsdpTuneError if the path is not a readable text file."""
+def read_text(path: Path, *, most_bytes: int = MAX_FILE_BYTES, may_have_mark: bool = False) -> str:
+    """Return the decoded contents, without a byte order mark if there may be one.
+
+    Raises: FsdpTuneError if the path is not a readable text file.
+    """
     where = Where(str(path))
     raw = _read_bytes(path, where, most_bytes)
+    raw = raw.removeprefix(_UTF8_BOM) if may_have_mark else raw
     if raw.startswith(_UTF16_OR_32) or b"\0" in raw[:4]:
         raise _not_utf8("is UTF-16 or UTF-32", where)
     if raw.startswith(_UTF8_BOM):
@@ -265,11 +269,13 @@ def compose(text: str, source: str, *, line: int | None = 1) -> tuple[Node | Non
 
 
 def compose_all(text: str, source: str) -> list[Node]:
-    """Return the trees of all documents in `text`, in which keys may replace those of `<<`, within the limits of one recipe together.
+    """Return the trees of all documents of a file that is not a recipe, within the limits of one recipe together.
+
+    Its keys may replace those of `<<`, and spaces of any kind may be in its texts.
 
     Raises: FsdpTuneError for text that has no trees, for a tag, and for a key that is written twice.
     """
-    composer = _Composer(text, source, positions=True, may_override=True)
+    composer = _Composer(text, source, positions=True, is_recipe=False)
     with _syntax_problems(text, composer):
         found = [root for root in composer.documents() if root is not None]
     wrong = [problem for problem in composer.problems if problem.code != "recipe-not-text"]
@@ -296,9 +302,9 @@ def _syntax_problems(text: str, composer: _Composer) -> Iterator[None]:
 class _Composer:
     """Build a tree by recursive descent over the parser's events, at most `MAX_DEPTH` deep."""
 
-    def __init__(self, text: str, source: str, *, positions: bool, may_override: bool = False) -> None:
+    def __init__(self, text: str, source: str, *, positions: bool, is_recipe: bool = True) -> None:
         self.source = source
-        self._may_override = may_override
+        self._is_recipe = is_recipe
         self.positions = positions
         self.problems: list[Problem] = []
         self.latest = Where(source)
@@ -396,7 +402,7 @@ class _Composer:
         if any("\ud800" <= character <= "\udfff" for character in text):
             self.problems.append(Problem("recipe-not-text", "the text holds half a surrogate pair, which no file can store", self.latest))
             node.value, node.broken = None, True
-        elif plain and (mistake := space_mistake(0, 0, text)) is not None:
+        elif plain and self._is_recipe and (mistake := space_mistake(0, 0, text)) is not None:
             place = self.latest
             if place.column is not None and event.start_mark.line == event.end_mark.line:
                 place = replace(place, column=place.column + mistake.column)
@@ -454,7 +460,7 @@ class _Composer:
 
     def _insert(self, mapping: MappingNode, key: str, entry: MappingEntry, *, through_merge: bool) -> None:
         first = mapping.entries.setdefault(key, entry)
-        if first is entry or (through_merge and self._may_override):
+        if first is entry or (through_merge and not self._is_recipe):
             return
         later, earlier = (first, entry) if through_merge else (entry, first)
         other = f"line {earlier.where.line}" if self.positions else "the same text"
