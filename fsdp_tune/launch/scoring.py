@@ -10,11 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
@@ -30,8 +31,13 @@ from fsdp_tune.run.evaluation_record import EvaluationRecord
 from fsdp_tune.run.event_parts import CheckpointScore
 from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
 
+if TYPE_CHECKING:
+    import psutil
+
 SCORE = (sys.executable, "-P", "-m", "fsdp_tune.jobs.checkpoint_scores")
 LOG = "evaluation.log"
+LOOK_SECONDS = 1.0
+"""Interval of the search for processes that it has started, which reads the list of all."""
 Outcome = CheckpointEvaluated | CheckpointEvaluationFailed
 Scored = tuple[dict[str, CheckpointScore], list[str]]
 """Scores by name, and warnings about them."""
@@ -58,11 +64,15 @@ class ScoringProcess:
         self._log = run.logs / LOG
         self._found: Scored | Problem | None = None
         self._child: subprocess.Popen[str] | None = None
+        self._below: list[psutil.Process] = []
+        """Processes that it has started, as of `_looked_at`. They use the device too, and a killed child leaves them."""
+        self._looked_at = self._began
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed by `end`; a pipe takes 64 KiB
         command = [*SCORE, str(run.path), str(checkpoint.step), device.kind]
         variables = {**clean(os.environ)[0], **QUIET_LIBRARIES, **device.variables}
         try:
             with DISK.open_private(self._log, "ab") as errors:
-                self._child = children.start(command, variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
+                self._child = children.start(command, variables, stdin=subprocess.DEVNULL, stdout=self._output, stderr=errors)
         except OSError as error:
             self._found = Problem("evaluation-failed", f"its process could not be started: {error}")
 
@@ -72,12 +82,14 @@ class ScoringProcess:
             return True
         limit_seconds = parse_seconds(self._recipe.evaluation.timeout)
         if children.has_ended(self._child):
-            children.end(self._child)  # what it has left holds its standard output open
-            assert self._child.stdout is not None
-            self._found = _read(self._child.stdout.read(), self._child.returncode, self._log)
+            children.end(self._child, self._below)
+            self._output.seek(0)
+            self._found = _read(self._output.read(), self._child.returncode, self._log)
         elif LIVED.now() - self._began > limit_seconds:
             message = f"it took more than {format_seconds(limit_seconds)} (`evaluation.timeout`)"
             self._found = Problem("evaluation-timeout", message)
+        elif LIVED.now() - self._looked_at > LOOK_SECONDS:
+            self._below, self._looked_at = children.descendants(self._child), LIVED.now()
         return self._found is not None
 
     def outcome(self) -> Outcome:
@@ -95,9 +107,8 @@ class ScoringProcess:
     def end(self) -> None:
         """Leave no process and no file of it, finished or not."""
         if self._child is not None:
-            children.end(self._child)
-            if self._child.stdout is not None:
-                self._child.stdout.close()
+            children.end(self._child, self._below)
+        self._output.close()
         with suppress(OSError):
             shutil.rmtree(scratch_of(self._run, self._recipe.evaluation), ignore_errors=True)
 

@@ -264,6 +264,16 @@ def test_line_that_a_full_disk_refused_is_written_later(
     assert events(run) == [(f"checkpoint{event}", 10)]
 
 
+def test_scores_of_any_length_are_read(run: RunDir, scored_by: Callable[[str], None]) -> None:
+    """A pipe that is read at the end takes 64 KiB, and the process would wait for its reader until `evaluation.timeout`."""
+    score = {"value": 0.5, "low": None, "high": None, "rows": 8}
+    scored_by(f"import json; print(json.dumps({{'scores': {{f'mmlu_{{i:060}}/acc': {score} for i in range(1000)}}}}))")
+    save(run, 10)
+    Evaluating(run, recipe(run, "5s"), Observer()).finish()
+    [line] = evaluated(run)
+    assert len(line["scores"]) == 1000
+
+
 def test_scores_that_are_empty_are_a_failure(run: RunDir, scored_by: Callable[[str], None]) -> None:
     scored_by(PRINTS.format(line={"scores": {}, "warnings": ["`wikitext/bits_per_byte` is nan, so it is left out"]}))
     save(run, 10)
