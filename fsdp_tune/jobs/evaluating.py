@@ -25,7 +25,6 @@ from pathlib import Path
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
-from fsdp_tune.core.devices import only_visible, visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.core.units import GIB, format_bytes
@@ -35,7 +34,7 @@ from fsdp_tune.jobs.evaluate import prepare_set
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.accelerate import clean
-from fsdp_tune.launch.scoring import LOG, EvaluationDevice, Outcome, ScoringProcess
+from fsdp_tune.launch.scoring import LOG, WATCH_SECONDS, Outcome, ScoringProcess, evaluation_device
 from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -47,24 +46,10 @@ from fsdp_tune.run.rotation import rotate
 
 POLL_SECONDS = 5.0
 """Interval of the search for new checkpoints."""
-WATCH_SECONDS = 0.2
-"""Interval of the checks of a process."""
 TRACK = (sys.executable, "-P", "-m", "fsdp_tune.worker.observe.tracked_scores")
 TRACKERS_SECONDS = 300.0
 """Limit for trackers, whose servers may not answer."""
 _ONLY_SOURCE = "data.train[0]"
-
-
-def evaluation_device(recipe: Recipe) -> EvaluationDevice:
-    """Return the GPUs of the first machine that no rank uses, else its CPU; at the end and between steps, the devices of the ranks."""
-    if recipe.launch.device == "cpu":
-        return EvaluationDevice("cpu")
-    if recipe.evaluation.when != "alongside":
-        return EvaluationDevice("auto")
-    visible = len(visible_devices(os.environ))
-    if recipe.launch.device != "cuda" or visible <= recipe.local_world_size:
-        return EvaluationDevice("cpu")
-    return EvaluationDevice("cuda", only_visible(os.environ, slice(recipe.local_world_size, None)))
 
 
 def notices_of_evaluation(recipe: Recipe, model: ModelFacts) -> list[Notice]:
@@ -163,7 +148,6 @@ class Evaluating:
 
     def __init__(self, run: RunDir, recipe: Recipe, observer: Observer) -> None:
         self._run, self._recipe, self._observer = run, recipe, observer
-        self._device = evaluation_device(recipe)
         self._outcomes: dict[str, Outcome] = {}
         """Of this command, by the identity of the checkpoint: written again if rank 0 removes the line while it cuts the file back."""
         self._failure: str | None = None
@@ -174,7 +158,8 @@ class Evaluating:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Evaluate the checkpoints of the run in this context. At its end no process of an evaluation is left, finished or not."""
-        shutil.rmtree(scratch_of(self._run, self._recipe.evaluation), ignore_errors=True)  # of a command that was killed
+        scratch = scratch_of(self._run, self._recipe.evaluation)
+        shutil.rmtree(scratch, ignore_errors=True)  # of a command that was killed
         if self._recipe.evaluation.when == "alongside":
             self._thread.start()
         try:
@@ -184,6 +169,7 @@ class Evaluating:
             self._wake.set()
             if self._thread.ident is not None:
                 self._thread.join()
+            shutil.rmtree(scratch, ignore_errors=True)  # of a process of ranks that were killed
 
     def finish(self, signal_number: int | None = None) -> None:
         """Wait until every checkpoint is evaluated; the ranks have ended. A signal ends the wait, and the next start continues.
@@ -261,7 +247,8 @@ class Evaluating:
                 outcome = self._outcomes.get(each.manifest.identity)
                 if outcome is not None and each.manifest.identity not in written and threading.current_thread() is self._thread:
                     append_event(self._run, outcome)
-            return [each for each in due if each.manifest.identity not in known.evaluated.keys() | self._outcomes.keys()]
+            settled = known.settled | self._outcomes.keys()
+            return [each for each in due if each.manifest.identity not in settled]
         return []
 
     def _follow(self) -> None:
@@ -293,9 +280,7 @@ class Evaluating:
 
     def _score(self, checkpoint: Checkpoint) -> Outcome | None:
         """Return the scores, or why there are none; None if the command is stopping. No process is left."""
-        device = self._device
-        if self._is_last.is_set() and self._recipe.launch.device != "cpu":  # the ranks have left their GPUs
-            device = EvaluationDevice("auto")
+        device = evaluation_device(self._recipe, after_ranks=self._is_last.is_set())
         scoring = ScoringProcess(self._run, self._recipe, checkpoint, device)
         try:
             while not scoring.has_ended():

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
+from fsdp_tune.core.devices import only_visible, visible_devices
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.processes import QUIET_LIBRARIES
 from fsdp_tune.core.units import format_seconds, parse_seconds
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 SCORE = (sys.executable, "-P", "-m", "fsdp_tune.jobs.checkpoint_scores")
 LOG = "evaluation.log"
+WATCH_SECONDS = 0.2
+"""Interval at which its owner looks whether it `has_ended`."""
 LOOK_SECONDS = 1.0
 """Interval of the search for processes that it has started, which reads the list of all."""
 Outcome = CheckpointEvaluated | CheckpointEvaluationFailed
@@ -55,10 +58,26 @@ class EvaluationDevice:
         return self.kind != "cpu"
 
 
-class ScoringProcess:
-    """Scores a checkpoint from its creation on. `end` must be called."""
+def evaluation_device(recipe: Recipe, *, after_ranks: bool = False) -> EvaluationDevice:
+    """Return the devices of the ranks of the first machine, which they have left or wait on; alongside ranks that compute, its GPUs that
+    no rank uses, else its CPU. GPUs that are in neither set may belong to another program."""
+    if recipe.launch.device == "cpu":
+        return EvaluationDevice("cpu")
+    count = recipe.local_world_size
+    if after_ranks or recipe.evaluation.when != "alongside":
+        return EvaluationDevice("auto", only_visible(os.environ, slice(count)))
+    if recipe.launch.device != "cuda" or len(visible_devices(os.environ)) <= count:
+        return EvaluationDevice("cpu")
+    return EvaluationDevice("cuda", only_visible(os.environ, slice(count, None)))
 
-    def __init__(self, run: RunDir, recipe: Recipe, checkpoint: Checkpoint, device: EvaluationDevice) -> None:
+
+class ScoringProcess:
+    """Scores a checkpoint from its creation on. `end` must be called.
+
+    `from_rank`: it is started by a rank, and has none of the variables and none of the cores that the launcher gave that rank.
+    """
+
+    def __init__(self, run: RunDir, recipe: Recipe, checkpoint: Checkpoint, device: EvaluationDevice, *, from_rank: bool = False) -> None:
         self._run, self._recipe, self._checkpoint = run, recipe, checkpoint
         self._began, self._began_at = LIVED.now(), time.time()
         self._log = run.logs / LOG
@@ -69,10 +88,15 @@ class ScoringProcess:
         self._looked_at = self._began
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed by `end`; a pipe takes 64 KiB
         command = [*SCORE, str(run.path), str(checkpoint.step), device.kind]
-        variables = {**clean(os.environ)[0], **QUIET_LIBRARIES, **device.variables}
+        of_rank = {"OMP_NUM_THREADS", *recipe.launch.env} if from_rank else set[str]()
+        inherited = {name: value for name, value in clean(os.environ)[0].items() if name not in of_rank}
+        variables = {**inherited, **QUIET_LIBRARIES, **device.variables}
         try:
             with DISK.open_private(self._log, "ab") as errors:
                 self._child = children.start(command, variables, stdin=subprocess.DEVNULL, stdout=self._output, stderr=errors)
+            if from_rank and sys.platform == "linux":  # its launcher has the cores of the command
+                with suppress(OSError):
+                    os.sched_setaffinity(self._child.pid, os.sched_getaffinity(os.getppid()))
         except OSError as error:
             self._found = Problem("evaluation-failed", f"its process could not be started: {error}")
 
