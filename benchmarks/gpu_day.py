@@ -89,9 +89,10 @@ def run_part(part: Any, bench: Any, seconds: float, found: dict[str, Any], note:
                 break
             gpu_state.add_row(found, row)
             note()
-    except EOFError:
+    except (EOFError, OSError):  # OSError: in the middle of a row
         process.join(GRACE_SECONDS)
-        ended = {"ended": f"its process ended with code {process.exitcode}", "is_complete": True}
+        was_killed = process.exitcode in (-signal.SIGKILL, -signal.SIGTERM)  # from outside: the next call continues it
+        ended = {"ended": f"its process ended with code {process.exitcode}", "is_complete": not was_killed}
     except BaseException:  # the call is ended
         end(process, 0.0)
         raise
@@ -103,7 +104,7 @@ def end(process: BaseProcess, patience_seconds: float = 1.0) -> None:
     process.join(patience_seconds)
     if process.is_alive() and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)  # what it started dies with it
-        process.join()
+        process.join(GRACE_SECONDS)  # in a call of the driver it cannot be ended, and the others still have their time
 
 
 # ---- All of them

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_second_call_measures_only_what_has_no_row(tmp_path: Path) -> None:
     [
         ("raises", "RuntimeError: it broke", True),
         ("dies", "its process ended with code 7", True),
+        ("is killed", "its process ended with code -9", False),
         ("hangs", "its 1 s were up", False),
     ],
 )
@@ -96,6 +98,8 @@ def test_failed_or_hung_part_keeps_its_rows_and_the_next_begins(
             raise RuntimeError("it broke")
         if what == "dies":
             os._exit(7)
+        if what == "is killed":
+            os.kill(os.getpid(), 9)
         pid.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         time.sleep(600)
 
@@ -106,6 +110,48 @@ def test_failed_or_hung_part_keeps_its_rows_and_the_next_begins(
     if pid.exists():
         _, alive = psutil.wait_procs([psutil.Process(int(pid.read_text()))] if psutil.pid_exists(int(pid.read_text())) else [], timeout=15)
         assert alive == [], "what a hung part started outlives it"
+
+
+def test_part_that_is_killed_in_the_middle_of_a_row_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_day
+
+    def torn(_part: Any, _bench: Any, pipe: Any) -> None:
+        os.write(pipe.fileno(), b"\0\0\1\0the beginning")
+        os.kill(os.getpid(), 9)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_day, "play", torn)
+        found = call([part("one", counting("a"))], new_day(), tmp_path)
+    assert (found["one"]["ended"], found["one"]["is_complete"]) == ("its process ended with code -9", False)
+
+
+def test_tests_of_a_killed_part_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_tests
+
+    import fsdp_tune.core.processes  # noqa: F401  with the real interpreter
+
+    pid, program = tmp_path / "pid", tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 60\n")
+    program.chmod(0o755)
+
+    def rows(bench: Any) -> Iterator[dict[str, Any]]:
+        def kill() -> None:
+            while not (pid.exists() and pid.read_text().strip()):
+                time.sleep(0.01)
+            os.kill(os.getpid(), 9)
+
+        threading.Thread(target=kill, daemon=True).start()
+        bench.run.folder = tmp_path
+        return gpu_tests._tests(bench, "gpu", ["tests/gpu"])
+
+    monkeypatch.setattr(sys, "executable", str(program))
+    found = call([part("kernels", rows)], new_day(), tmp_path / "out")
+    assert found["kernels"]["ended"] == "its process ended with code -9"
+    left = [psutil.Process(int(pid.read_text()))] if psutil.pid_exists(int(pid.read_text())) else []
+    _, alive = psutil.wait_procs(left, timeout=15)
+    for each in alive:
+        each.kill()
+    assert alive == [], "it has a session of its own"
 
 
 def test_call_ends_in_time_and_reports_what_it_left_out(tmp_path: Path) -> None:
