@@ -80,7 +80,7 @@ class ScoringProcess:
     def __init__(self, run: RunDir, recipe: Recipe, checkpoint: Checkpoint, device: EvaluationDevice, *, from_rank: bool = False) -> None:
         self._run, self._recipe, self._checkpoint = run, recipe, checkpoint
         self._began, self._began_at = LIVED.now(), time.time()
-        self._log = run.logs / LOG
+        self._log, self._from_rank = run.logs / LOG, from_rank
         self._found: Scored | Problem | None = None
         self._child: subprocess.Popen[str] | None = None
         self._below: list[psutil.Process] = []
@@ -119,14 +119,16 @@ class ScoringProcess:
     def outcome(self) -> Outcome:
         """Return the event, once it `has_ended`."""
         assert self._found is not None
+        seconds = time.time() - self._began_at
+        waited = seconds if self._from_rank else None
         step, identity, record = self._checkpoint.step, self._checkpoint.manifest.identity, EvaluationRecord.read(self._run.evaluation_json)
         if isinstance(self._found, Problem):
             command = record.command if record is not None else None
-            return CheckpointEvaluationFailed(step, identity, self._found.code, self._found.message, command)
+            return CheckpointEvaluationFailed(step, identity, self._found.code, self._found.message, command, waited)
         scores, warnings = self._found
         definition = record.definition if record is not None else None
         warnings = [*warnings, *warnings_of_scores(self._run, self._recipe, scores)]
-        return CheckpointEvaluated(step, identity, time.time() - self._began_at, scores, definition, warnings)
+        return CheckpointEvaluated(step, identity, seconds, scores, definition, warnings, waited)
 
     def end(self) -> None:
         """Leave no process and no file of it, finished or not."""

@@ -138,3 +138,4 @@ def test_checkpoint_whose_wait_was_cut_is_scored_with_the_next_one(tmp_path: Pat
             time.sleep(0.02)
         waiting.end()
     assert [each.step for each in found] == [10, 30]
+    assert all(each.ranks_waited_seconds > 0 for each in found)
