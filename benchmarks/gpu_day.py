@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     times = options.patience if tiny else 1.0
     output = options.output.resolve()
-    day = gpu_state.read(options.earlier or output)
+    day = gpu_state.read(output, options.earlier)
     gpu_state.forget(day, options.again)
     parts = [part for part in PARTS if not options.part or part.name in options.part]
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as place:
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hardware = find_hardware(options.plan_for)
             except FsdpTuneError as error:
                 raise SystemExit(f"--plan-for: {error.problems[0].message}. {error.problems[0].hint}") from error
-            day["planned_for"] = hardware.name
+            gpu_state.plan_for(day, hardware.name)
             planner = PlansOnly(folder, hardware.device_names[0])
             for part in (part for part in parts if part.has_plans):
                 with Bench(planner, hardware, tiny, plans_ahead=True) as bench:

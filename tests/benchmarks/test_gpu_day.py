@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_second_call_measures_only_what_has_no_row(tmp_path: Path) -> None:
     found = call([part("recipe", counting("a")), part("memory", cut), part("switches", counting("b"))], new_day(), tmp_path)
     assert [(name, each["is_complete"]) for name, each in found.items()] == [("recipe", True), ("memory", False), ("switches", True)]
     assert "the time of the part was up: killed after 3 s" in (tmp_path / "report.md").read_text()
-    day = gpu_state.read(tmp_path)
+    day = gpu_state.read(tmp_path / "second", tmp_path)
     never = part("recipe", lambda _: pytest.fail("it has a result"))
     found = call([never, part("memory", cut), part("switches", counting("b"))], day, tmp_path / "second")
     assert found["memory"]["rows"] == [{"name": "one", "value": 1}, {"name": "two", "value": 2}]
@@ -255,8 +256,41 @@ def test_results_of_another_device_or_plans_for_another_are_refused() -> None:
     assert len(day["calls"]) == 2, "another machine of the kind continues"
     with pytest.raises(SystemExit, match=r"another day.*NVIDIA H100"):
         gpu_state.begin_call(day, FACTS | {"name": "NVIDIA A100"}, "A100", 9.0, tiny=False, start_seconds=1.0)
-    with pytest.raises(SystemExit, match="plans are for H200"):
+    with pytest.raises(SystemExit, match="plans are those of H200"):
         gpu_state.begin_call(new_day() | {"planned_for": "H200"}, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0)
+
+
+def test_plans_of_another_gpu_or_of_other_code_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_state
+
+    day = new_day()
+    for code, gpu, is_refused in (("a1", "H200", False), ("a1", "H200", False), ("a1", "H100", True), ("a1+changed", "H200", True)):
+        monkeypatch.setattr(gpu_state, "source", lambda here=code: here)
+        with pytest.raises(SystemExit, match="another folder") if is_refused else nullcontext():
+            gpu_state.plan_for(day, gpu)
+    monkeypatch.setattr(gpu_state, "source", lambda: "b2")
+    with pytest.raises(SystemExit, match="plans are those of a1"):
+        gpu_state.begin_call({"planned_for": "H100", "planned_by": "a1"}, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0)
+
+
+def test_folder_of_an_earlier_call_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    import gpu_state
+
+    assert gpu_state.read(tmp_path, None) == new_day()
+    with pytest.raises(SystemExit, match=r"--from: .*typo/day.json does not exist"):
+        gpu_state.read(tmp_path, tmp_path / "typo")
+
+
+def test_code_of_a_day_is_known_without_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_machine
+
+    monkeypatch.setattr(gpu_machine, "ROOT", tmp_path)
+    found = {gpu_machine.source()}
+    for text in ("1", "2"):
+        (tmp_path / "fsdp_tune").mkdir(exist_ok=True)
+        (tmp_path / "fsdp_tune" / "a.py").write_text(text)
+        found.add(gpu_machine.source())
+    assert len(found) == 3
 
 
 def test_order_and_limits_of_a_day() -> None:
