@@ -36,6 +36,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.accelerate import clean
 from fsdp_tune.launch.scoring import LOG, WATCH_SECONDS, Outcome, ScoringProcess, evaluation_device
 from fsdp_tune.model.model_files import ModelFacts
+from fsdp_tune.planner.predict.memory import CONTEXT_BYTES
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import CheckpointScores, checkpoints_to_evaluate, kept_for_scores, scratch_of
@@ -91,19 +92,20 @@ def _model_bytes(recipe: Recipe, model: ModelFacts) -> int:
 
 
 KEPT_BETWEEN_STEPS = ("parameters", "optimizer state")
-"""Components of a plan that a rank keeps when a step has ended."""
+"""Kinds of memory of a plan that a rank keeps when a step has ended. One that is offloaded is not on the GPU."""
 
 
 def refuse_scores_without_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> None:
     """Raises: usage error if a GPU has no room for the scored model next to what its rank keeps between steps."""
     if recipe.evaluation.when != "between_steps" or not recipe.evaluation.is_on or plan is None or not evaluation_device(recipe).is_gpu:
         return
-    kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS)
+    contexts_gib = plan.device_gib - plan.peak_reserved_gib + CONTEXT_BYTES / GIB  # of the rank, with NCCL, and of the evaluation
+    kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS) + contexts_gib
     needed_gib, free_gib = _model_bytes(recipe, model) / GIB, plan.usable_gib - kept_gib
     if needed_gib > free_gib:
         message = (
-            f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {free_gib:.1f} of "
-            f"{plan.usable_gib:.1f} GiB are free: its rank keeps {kept_gib:.1f} GiB of parameters and optimizer state between steps"
+            f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {max(0.0, free_gib):.1f} of "
+            f"{plan.usable_gib:.1f} GiB are free: parameters and optimizer state of its rank, and CUDA contexts, take {kept_gib:.1f} GiB"
         )
         hint = "`--set evaluation.when=at_end`, or `alongside` with a GPU that no rank uses"
         raise usage_error("evaluation-without-room", message, where=Where(key="evaluation.when"), hint=hint)

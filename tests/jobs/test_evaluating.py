@@ -25,6 +25,7 @@ from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, 
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch import scoring
 from fsdp_tune.launch.scoring import EvaluationDevice, ScoringProcess, evaluation_device
+from fsdp_tune.planner.trace_format import KINDS
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
@@ -404,18 +405,20 @@ def test_finished_run_is_scored_by_the_evaluation_of_the_new_command(run: RunDir
 
 
 @pytest.mark.parametrize(
-    ("when", "billions", "is_refused"), [("between_steps", 8, True), ("between_steps", 1, False), ("at_end", 8, False)]
+    ("when", "billions", "is_refused"), [("between_steps", 4.2, True), ("between_steps", 3.8, False), ("at_end", 8, False)]
 )
-def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(when: str, billions: int, is_refused: bool) -> None:
+def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(when: str, billions: float, is_refused: bool) -> None:
     document = {
         "evaluation": {"sets": [{"path": "a"}], "when": when},
         "launch": {"device": "cuda", "num_processes": 1},
         "precision": {"mixed_precision": "bf16"},
     }
     model: Any = SimpleNamespace(parameters=billions * 10**9)
-    plan: Any = SimpleNamespace(components={"parameters": 30.0, "optimizer state": 40.0, "activations": 9.0}, usable_gib=79.0)
+    components = {"parameters": 30.0, "optimizer state": 40.0, "activations": 9.0}
+    plan: Any = SimpleNamespace(components=components, usable_gib=79.0, device_gib=80.9, peak_reserved_gib=80.0)
+    assert set(jobs.KEPT_BETWEEN_STEPS) < set(KINDS), "names of the plan"
     with (
-        pytest.raises(FsdpTuneError, match=r"needs 14\.9 GiB and activations on each GPU, and 9\.0 of 79\.0 GiB are free")
+        pytest.raises(FsdpTuneError, match=r"needs 7\.8 GiB and activations on each GPU, and 7\.6 of 79\.0 GiB are free")
         if is_refused
         else nullcontext()
     ):
