@@ -89,9 +89,10 @@ def run_part(part: Any, bench: Any, seconds: float, found: dict[str, Any], note:
                 break
             gpu_state.add_row(found, row)
             note()
-    except EOFError:
+    except (EOFError, OSError):  # OSError: in the middle of a row
         process.join(GRACE_SECONDS)
-        ended = {"ended": f"its process ended with code {process.exitcode}", "is_complete": True}
+        was_killed = process.exitcode in (-signal.SIGKILL, -signal.SIGTERM)  # from outside: the next call continues it
+        ended = {"ended": f"its process ended with code {process.exitcode}", "is_complete": not was_killed}
     except BaseException:  # the call is ended
         end(process, 0.0)
         raise
@@ -103,7 +104,7 @@ def end(process: BaseProcess, patience_seconds: float = 1.0) -> None:
     process.join(patience_seconds)
     if process.is_alive() and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)  # what it started dies with it
-        process.join()
+        process.join(GRACE_SECONDS)  # in a call of the driver it cannot be ended, and the others still have their time
 
 
 # ---- All of them
@@ -168,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     times = options.patience if tiny else 1.0
     output = options.output.resolve()
-    day = gpu_state.read(options.earlier or output)
+    day = gpu_state.read(output, options.earlier)
     gpu_state.forget(day, options.again)
     parts = [part for part in PARTS if not options.part or part.name in options.part]
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as place:
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hardware = find_hardware(options.plan_for)
             except FsdpTuneError as error:
                 raise SystemExit(f"--plan-for: {error.problems[0].message}. {error.problems[0].hint}") from error
-            day["planned_for"] = hardware.name
+            gpu_state.plan_for(day, hardware.name)
             planner = PlansOnly(folder, hardware.device_names[0])
             for part in (part for part in parts if part.has_plans):
                 with Bench(planner, hardware, tiny, plans_ahead=True) as bench:

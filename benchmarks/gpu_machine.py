@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import subprocess
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 IS_EMULATED = "EMULATED_CUDA" in os.environ
 VERSIONS = ("torch", "transformers", "accelerate", "peft", "torchao", "flash-attn", "liger-kernel", "triton")
+CODE = ("fsdp_tune", "benchmarks", "tests/gpu")
 PRESENT = (
     *("torch", "transformers", "accelerate", "triton", "numpy", "packaging", "pyyaml", "regex", "safetensors", "tokenizers", "tqdm"),
     *("filelock", "fsspec", "jinja2", "markupsafe", "sympy", "mpmath", "networkx", "typing-extensions", "huggingface-hub", "psutil"),
@@ -41,6 +43,14 @@ def _version(name: str) -> str | None:
 def commit() -> str:
     done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
+
+
+def source() -> str:
+    """Return a digest of the code: a machine may have no commit, and a working tree may have changes in addition to its commit."""
+    found = hashlib.sha256()
+    for file in sorted(each for name in CODE for each in (ROOT / name).rglob("*") if each.suffix in (".py", ".json")):
+        found.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def prepare_environment(*, tiny: bool) -> None:

@@ -8,18 +8,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import IS_EMULATED, commit, versions
+from gpu_machine import IS_EMULATED, commit, source, versions
 
 STATE, REPORT = "day.json", "report.md"
 PLANNED = "planned, not measured yet"
 """The reason of a row that has only its plan."""
 _PLAN_KEYS = ("fits", "plan_failed", "recipe", "because", "changes")
+_ANEW = "Start in another folder, without --from."
 Part = dict[str, Any]
 
 
-def read(folder: Path) -> dict[str, Any]:
-    file = folder / STATE
+def read(output: Path, earlier: Path | None) -> dict[str, Any]:
+    """Return the state of an earlier call (`--from`), else of the output folder, else of a new day. SystemExit without an earlier one."""
+    file = (earlier or output) / STATE
+    if earlier is not None and not file.exists():
+        raise SystemExit(f"--from: {file} does not exist. Name the --output of an earlier call.")
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"calls": [], "parts": {}}
+
+
+def plan_for(day: dict[str, Any], hardware: str) -> None:
+    """Note what the plans of a day are for. SystemExit if it has plans for another GPU or of other code."""
+    for name, here in (("planned_for", hardware), ("planned_by", source())):
+        if (before := day.setdefault(name, here)) != here:
+            raise SystemExit(f"the plans are those of {before}, and here is {here}. {_ANEW}")
 
 
 def write(day: dict[str, Any], folder: Path) -> None:
@@ -37,11 +48,10 @@ def write(day: dict[str, Any], folder: Path) -> None:
 def begin_call(day: dict[str, Any], facts: dict[str, Any], hardware: str, minutes: float, *, tiny: bool, start_seconds: float) -> None:
     """Add a call. SystemExit if the day has rows of another device or version, or plans for another GPU."""
     kind = {key: value for key, value in facts.items() if key in ("name", "capability", "cuda", "nccl")}
-    setting = {"commit": commit(), "versions": versions(), "device": kind | {"emulated": IS_EMULATED}, "tiny": tiny}
+    setting = {"commit": commit(), "source": source(), "versions": versions(), "device": kind | {"emulated": IS_EMULATED}, "tiny": tiny}
     if (before := day.setdefault("setting", setting)) != setting:
-        raise SystemExit(f"these are results of another day: {before}, and here is {setting}. Start without --from, in another folder.")
-    if (planned_for := day.setdefault("planned_for", hardware)) != hardware:
-        raise SystemExit(f"the plans are for {planned_for}, and this is {facts['name']}. Start without --from.")
+        raise SystemExit(f"these are results of another day: {before}, and here is {setting}. {_ANEW}")
+    plan_for(day, hardware)
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     day["calls"].append({"began": now, "minutes": minutes, "start_seconds": start_seconds, "free_gib": facts["free_gib"]})
 

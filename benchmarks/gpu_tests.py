@@ -58,6 +58,8 @@ def _tests(bench: Bench, mark: str, arguments: Sequence[str]) -> Iterator[Row]:
     """Run tests in parallel: they check numbers, and nothing is measured meanwhile. Raises: TimeIsUp."""
     if not arguments:
         return
+    from fsdp_tune.core.processes import ends_with_parent
+
     results, log = bench.run.folder / "tests.jsonl", bench.run.folder / "tests.log"
     results.touch()
     workers = ["-n", str(max(1, min(WORKERS_AT_MOST, (os.cpu_count() or 1) // 2))), "--dist", "load"]
@@ -65,7 +67,7 @@ def _tests(bench: Bench, mark: str, arguments: Sequence[str]) -> Iterator[Row]:
     count = 0
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, "-q", "-m", mark, *arguments],
+            ends_with_parent([*command, "-q", "-m", mark, *arguments]),  # in a session of its own, that of the part does not reach it
             cwd=ROOT,
             env=os.environ | {RESULTS: str(results)},
             stdin=subprocess.DEVNULL,

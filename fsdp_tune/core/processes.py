@@ -12,16 +12,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.core.parent_death import ends_with_parent
 from fsdp_tune.core.refused_variables import raise_if_refused
 from fsdp_tune.core.user_cache import compiler_variables
+
+if TYPE_CHECKING:
+    import psutil
 
 _STARTING = threading.Lock()
 
@@ -63,16 +67,52 @@ def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) 
     return child
 
 
-def end(child: subprocess.Popen[str]) -> None:
-    """Kill a child and its own children. For a child that was waited for, only remove it from the list.
+END_SECONDS = 60.0
+"""Limit of the wait for killed processes: the kernel cannot end one that is in a call of a driver."""
+
+
+def end(child: subprocess.Popen[str], below: Iterable[psutil.Process] = ()) -> None:
+    """Kill a child and everything below it, and return when they are gone, with what they held. A child that was waited for is only removed
+    from the list.
 
     A child that has ended without that may have left children of its own, which are killed: its id is not free before it is waited for.
+    `below`: `descendants` of earlier, since those in sessions of their own are not found any more when it has ended.
     """
     release(child)
     if child.returncode is None:
+        left = [*below, *descendants(child)]
         with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, for a group of zombies
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+        _kill(left)
+
+
+def descendants(child: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the processes below a child, also those in sessions of their own; [] when it has ended."""
+    import psutil
+
+    try:
+        return psutil.Process(child.pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes and wait until they are gone, `END_SECONDS` at most. Their parents have ended, and may leave them as zombies."""
+    import psutil
+
+    def is_left(process: psutil.Process) -> bool:
+        try:  # while its other threads end, a process that is a zombie still holds memory of devices
+            return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+        except psutil.Error:
+            return False
+
+    left, limit = list(processes), time.monotonic() + END_SECONDS
+    for each in left:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    while (left := [each for each in left if is_left(each)]) and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 def has_ended(child: subprocess.Popen[str]) -> bool:

@@ -25,7 +25,6 @@ from pathlib import Path
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.clocks import LIVED
-from fsdp_tune.core.devices import only_visible, visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.core.units import GIB, format_bytes
@@ -35,8 +34,9 @@ from fsdp_tune.jobs.evaluate import prepare_set
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_run
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.accelerate import clean
-from fsdp_tune.launch.scoring import LOG, EvaluationDevice, Outcome, ScoringProcess
+from fsdp_tune.launch.scoring import LOG, WATCH_SECONDS, Outcome, ScoringProcess, evaluation_device
 from fsdp_tune.model.model_files import ModelFacts
+from fsdp_tune.planner.predict.memory import CONTEXT_BYTES
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.checkpoint_scores import CheckpointScores, checkpoints_to_evaluate, kept_for_scores, scratch_of
@@ -47,24 +47,10 @@ from fsdp_tune.run.rotation import rotate
 
 POLL_SECONDS = 5.0
 """Interval of the search for new checkpoints."""
-WATCH_SECONDS = 0.2
-"""Interval of the checks of a process."""
 TRACK = (sys.executable, "-P", "-m", "fsdp_tune.worker.observe.tracked_scores")
 TRACKERS_SECONDS = 300.0
 """Limit for trackers, whose servers may not answer."""
 _ONLY_SOURCE = "data.train[0]"
-
-
-def evaluation_device(recipe: Recipe) -> EvaluationDevice:
-    """Return the GPUs of the first machine that no rank uses, else its CPU; at the end and between steps, the devices of the ranks."""
-    if recipe.launch.device == "cpu":
-        return EvaluationDevice("cpu")
-    if recipe.evaluation.when != "alongside":
-        return EvaluationDevice("auto")
-    visible = len(visible_devices(os.environ))
-    if recipe.launch.device != "cuda" or visible <= recipe.local_world_size:
-        return EvaluationDevice("cpu")
-    return EvaluationDevice("cuda", only_visible(os.environ, slice(recipe.local_world_size, None)))
 
 
 def notices_of_evaluation(recipe: Recipe, model: ModelFacts) -> list[Notice]:
@@ -106,19 +92,20 @@ def _model_bytes(recipe: Recipe, model: ModelFacts) -> int:
 
 
 KEPT_BETWEEN_STEPS = ("parameters", "optimizer state")
-"""Components of a plan that a rank keeps when a step has ended."""
+"""Kinds of memory of a plan that a rank keeps when a step has ended. One that is offloaded is not on the GPU."""
 
 
 def refuse_scores_without_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> None:
     """Raises: usage error if a GPU has no room for the scored model next to what its rank keeps between steps."""
     if recipe.evaluation.when != "between_steps" or not recipe.evaluation.is_on or plan is None or not evaluation_device(recipe).is_gpu:
         return
-    kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS)
+    contexts_gib = plan.device_gib - plan.peak_reserved_gib + CONTEXT_BYTES / GIB  # of the rank, with NCCL, and of the evaluation
+    kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS) + contexts_gib
     needed_gib, free_gib = _model_bytes(recipe, model) / GIB, plan.usable_gib - kept_gib
     if needed_gib > free_gib:
         message = (
-            f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {free_gib:.1f} of "
-            f"{plan.usable_gib:.1f} GiB are free: its rank keeps {kept_gib:.1f} GiB of parameters and optimizer state between steps"
+            f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {max(0.0, free_gib):.1f} of "
+            f"{plan.usable_gib:.1f} GiB are free: parameters and optimizer state of its rank, and CUDA contexts, take {kept_gib:.1f} GiB"
         )
         hint = "`--set evaluation.when=at_end`, or `alongside` with a GPU that no rank uses"
         raise usage_error("evaluation-without-room", message, where=Where(key="evaluation.when"), hint=hint)
@@ -163,7 +150,6 @@ class Evaluating:
 
     def __init__(self, run: RunDir, recipe: Recipe, observer: Observer) -> None:
         self._run, self._recipe, self._observer = run, recipe, observer
-        self._device = evaluation_device(recipe)
         self._outcomes: dict[str, Outcome] = {}
         """Of this command, by the identity of the checkpoint: written again if rank 0 removes the line while it cuts the file back."""
         self._failure: str | None = None
@@ -174,7 +160,8 @@ class Evaluating:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Evaluate the checkpoints of the run in this context. At its end no process of an evaluation is left, finished or not."""
-        shutil.rmtree(scratch_of(self._run, self._recipe.evaluation), ignore_errors=True)  # of a command that was killed
+        scratch = scratch_of(self._run, self._recipe.evaluation)
+        shutil.rmtree(scratch, ignore_errors=True)  # of a command that was killed
         if self._recipe.evaluation.when == "alongside":
             self._thread.start()
         try:
@@ -184,6 +171,7 @@ class Evaluating:
             self._wake.set()
             if self._thread.ident is not None:
                 self._thread.join()
+            shutil.rmtree(scratch, ignore_errors=True)  # of a process of ranks that were killed
 
     def finish(self, signal_number: int | None = None) -> None:
         """Wait until every checkpoint is evaluated; the ranks have ended. A signal ends the wait, and the next start continues.
@@ -261,7 +249,8 @@ class Evaluating:
                 outcome = self._outcomes.get(each.manifest.identity)
                 if outcome is not None and each.manifest.identity not in written and threading.current_thread() is self._thread:
                     append_event(self._run, outcome)
-            return [each for each in due if each.manifest.identity not in known.evaluated.keys() | self._outcomes.keys()]
+            settled = known.settled | self._outcomes.keys()
+            return [each for each in due if each.manifest.identity not in settled]
         return []
 
     def _follow(self) -> None:
@@ -293,9 +282,7 @@ class Evaluating:
 
     def _score(self, checkpoint: Checkpoint) -> Outcome | None:
         """Return the scores, or why there are none; None if the command is stopping. No process is left."""
-        device = self._device
-        if self._is_last.is_set() and self._recipe.launch.device != "cpu":  # the ranks have left their GPUs
-            device = EvaluationDevice("auto")
+        device = evaluation_device(self._recipe, after_ranks=self._is_last.is_set())
         scoring = ScoringProcess(self._run, self._recipe, checkpoint, device)
         try:
             while not scoring.has_ended():

@@ -218,8 +218,8 @@ def run_status(run: RunDir) -> RunStatus:
     lines = last_lines(run.metrics_jsonl)
     logged = _training_lines(lines)
     losses = [number(line["loss"]) for line in logged]
-    has_traces = checkpoint is not None or bool(rejected) or any("step" in line for line in lines)
-    state = _state(owner, ranks, verdict, has_traces=has_traces)
+    is_copy = not run.logs.is_dir() and (checkpoint is not None or bool(rejected) or any("step" in line for line in lines))
+    state = _state(owner, ranks, verdict, is_copy=is_copy)
     evaluated = checkpoint_events(run)[-RECENT_LINES:]
     total_steps = _total_steps(run.metrics_jsonl, lines)
     left, at = _time_left(lines, total_steps), max(rank.step for rank in ranks)
@@ -322,8 +322,9 @@ def _time_left(lines: list[dict[str, object]], total_steps: int | None) -> TimeL
     return found
 
 
-def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None, *, has_traces: bool) -> str:
-    """Return the state. `has_traces`: of training, which remain where the logs of the ranks are gone, as in a copy without logs/."""
+def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None, *, is_copy: bool) -> str:
+    """Return the state. `is_copy`: there are traces of training, and no logs/, which has the files of the ranks. With logs/ that has none
+    of them, `train --no-start` has prepared the run to be continued."""
     if any(rank.state == "live" for rank in ranks):
         return RUNNING
     if owner is not None:
@@ -335,7 +336,7 @@ def _state(owner: Owner | None, ranks: list[RankStatus], verdict: Verdict | None
         return reasons.pop() if len(reasons) == 1 else " and ".join(sorted(reasons))
     if any(rank.pid for rank in ranks):
         return "died without an outcome"
-    return UNKNOWN if has_traces else NOT_STARTED
+    return UNKNOWN if is_copy else NOT_STARTED
 
 
 def _next_commands(run: RunDir, recipe: Recipe, state: str, checkpoint: Checkpoint | None) -> list[str]:

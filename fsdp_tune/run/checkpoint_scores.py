@@ -63,6 +63,11 @@ class CheckpointScores:
             },
         )
 
+    @property
+    def settled(self) -> set[str]:
+        """Those that this start does not evaluate again: with scores, or failed. A failure without a start is of none."""
+        return {*self.evaluated, *(identity for identity, event in self.failed.items() if event.command is not None)}
+
     def best(self, name: str, complete: Sequence[Checkpoint], *, is_greater: bool) -> BestScore | None:
         """Return the best of the complete checkpoints by a score, of equal ones the earliest; None if none has the score as a number."""
         known = [

@@ -271,6 +271,8 @@ class CheckpointEvaluated(MetricsEvent):
     definition: str | None = None
     """Digest of what decides the scores: their rows, metrics and tasks."""
     warnings: list[str] | None = None
+    ranks_waited_seconds: float | None = None
+    """With `evaluation.when: between_steps`."""
 
     def shown(self) -> list[str]:
         scores = f"checkpoint-{self.step} evaluated: {shown_scores(self.scores)}"
@@ -286,6 +288,7 @@ class CheckpointEvaluationFailed(MetricsEvent):
     message: str
     command: str | None = None
     """Identifies the start of the run, as evaluation.json does."""
+    ranks_waited_seconds: float | None = None
 
     @property
     def problem(self) -> str:

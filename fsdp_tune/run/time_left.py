@@ -1,7 +1,8 @@
 """Estimate when a run ends from its lines of metrics.jsonl: the one estimate of the bar of `train` and of `status`.
 
 A step costs what the last lines of this launch measured. Their `step_seconds` exclude evaluations and saves. The line with the first step,
-which allocates and compiles, is left out. Evaluations still to come cost what the last one did.
+which allocates and compiles, is left out. Evaluations still to come cost what the last one did, and so do waits for the
+scores of checkpoints (`evaluation.when: between_steps`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,26 @@ from fsdp_tune.run.events import number
 
 WINDOW_LINES = 20
 """Training lines that are averaged."""
+
+
+@dataclass(slots=True)
+class _Recurring:
+    """Something for which training stops at regular steps."""
+
+    steps: list[int] = field(default_factory=list[int])
+    """The last two."""
+    seconds: float = 0.0
+    """Of the last one."""
+
+    def add(self, step: int, seconds: float) -> None:
+        self.steps, self.seconds = [*self.steps[-1:], step], seconds
+
+    def seconds_until(self, end: int) -> float:
+        """Return the seconds of those that are still to come up to and with a step."""
+        if len(self.steps) < 2:
+            return 0.0
+        before, last = self.steps
+        return self.seconds * (max(0, (end - last) // (last - before)) if last > before else 0)
 
 
 @dataclass(slots=True)
@@ -33,12 +54,12 @@ class TimeLeft:
     """First and last step that a heartbeat had since the start, and when: used until there is a line."""
     _window: deque[tuple[int, float]] = field(default_factory=lambda: deque[tuple[int, float]](maxlen=WINDOW_LINES))
     """Steps and seconds of the last lines."""
-    _evaluations: list[int] = field(default_factory=list[int])
-    """Steps of the last two evaluations."""
-    _evaluation_seconds: float = 0.0
+    _evaluations: _Recurring = field(default_factory=_Recurring)
+    _waits: _Recurring = field(default_factory=_Recurring)
+    """For scores of checkpoints; not after the last step, where the ranks end."""
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Take the next line; an event other than `train_started` changes nothing."""
+        """Take the next line; an event other than `train_started` and those of a wait changes nothing."""
         step = line.get("step")
         if not isinstance(step, int) or isinstance(step, bool):
             return
@@ -48,13 +69,15 @@ class TimeLeft:
             self._step, self._time, self._first_seconds = step, None, None
             self._window.clear()
             self._seen.clear()
+        elif (waited := number(line.get("ranks_waited_seconds"))) is not None:
+            self._waits.add(step, waited)
+            self._time = number(line.get("time")) or self._time
         elif "event" in line:
             return
         elif "loss" in line:
             self._add_step(step, line)
         elif "eval_loss" in line:
-            self._evaluations = [*self._evaluations[-1:], step]
-            self._evaluation_seconds = number(line.get("eval_seconds")) or 0.0
+            self._evaluations.add(step, number(line.get("eval_seconds")) or 0.0)
             self._time = number(line.get("time")) or self._time
 
     def _add_step(self, step: int, line: Mapping[str, object]) -> None:
@@ -90,7 +113,7 @@ class TimeLeft:
         if self.total_steps is None or self._step is None or (each := self.step_seconds) is None:
             return None
         ahead = max(0, self.total_steps - max(step, self._step))
-        left = each * ahead + self._evaluations_left() * self._evaluation_seconds
+        left = each * ahead + self._evaluations.seconds_until(self.total_steps) + self._waits.seconds_until(self.total_steps - 1)
         if step <= self._step and self._time is not None:  # a part of the next step has passed
             left -= min(each, max(0.0, self.clock() - self._time))
         return max(0.0, left)
@@ -99,9 +122,3 @@ class TimeLeft:
         """Return the wall clock, in seconds, at which the run ends if it continues like this."""
         left = self.seconds_left(step)
         return None if left is None else self.clock() + left
-
-    def _evaluations_left(self) -> int:
-        if self.total_steps is None or len(self._evaluations) < 2:
-            return 0
-        before, last = self._evaluations
-        return max(0, (self.total_steps - last) // (last - before)) if last > before else 0

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ def test_second_call_measures_only_what_has_no_row(tmp_path: Path) -> None:
     found = call([part("recipe", counting("a")), part("memory", cut), part("switches", counting("b"))], new_day(), tmp_path)
     assert [(name, each["is_complete"]) for name, each in found.items()] == [("recipe", True), ("memory", False), ("switches", True)]
     assert "the time of the part was up: killed after 3 s" in (tmp_path / "report.md").read_text()
-    day = gpu_state.read(tmp_path)
+    day = gpu_state.read(tmp_path / "second", tmp_path)
     never = part("recipe", lambda _: pytest.fail("it has a result"))
     found = call([never, part("memory", cut), part("switches", counting("b"))], day, tmp_path / "second")
     assert found["memory"]["rows"] == [{"name": "one", "value": 1}, {"name": "two", "value": 2}]
@@ -79,6 +81,7 @@ def test_second_call_measures_only_what_has_no_row(tmp_path: Path) -> None:
     [
         ("raises", "RuntimeError: it broke", True),
         ("dies", "its process ended with code 7", True),
+        ("is killed", "its process ended with code -9", False),
         ("hangs", "its 1 s were up", False),
     ],
 )
@@ -96,6 +99,8 @@ def test_failed_or_hung_part_keeps_its_rows_and_the_next_begins(
             raise RuntimeError("it broke")
         if what == "dies":
             os._exit(7)
+        if what == "is killed":
+            os.kill(os.getpid(), 9)
         pid.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         time.sleep(600)
 
@@ -106,6 +111,48 @@ def test_failed_or_hung_part_keeps_its_rows_and_the_next_begins(
     if pid.exists():
         _, alive = psutil.wait_procs([psutil.Process(int(pid.read_text()))] if psutil.pid_exists(int(pid.read_text())) else [], timeout=15)
         assert alive == [], "what a hung part started outlives it"
+
+
+def test_part_that_is_killed_in_the_middle_of_a_row_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_day
+
+    def torn(_part: Any, _bench: Any, pipe: Any) -> None:
+        os.write(pipe.fileno(), b"\0\0\1\0the beginning")
+        os.kill(os.getpid(), 9)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_day, "play", torn)
+        found = call([part("one", counting("a"))], new_day(), tmp_path)
+    assert (found["one"]["ended"], found["one"]["is_complete"]) == ("its process ended with code -9", False)
+
+
+def test_tests_of_a_killed_part_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_tests
+
+    import fsdp_tune.core.processes  # noqa: F401  with the real interpreter
+
+    pid, program = tmp_path / "pid", tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 60\n")
+    program.chmod(0o755)
+
+    def rows(bench: Any) -> Iterator[dict[str, Any]]:
+        def kill() -> None:
+            while not (pid.exists() and pid.read_text().strip()):
+                time.sleep(0.01)
+            os.kill(os.getpid(), 9)
+
+        threading.Thread(target=kill, daemon=True).start()
+        bench.run.folder = tmp_path
+        return gpu_tests._tests(bench, "gpu", ["tests/gpu"])
+
+    monkeypatch.setattr(sys, "executable", str(program))
+    found = call([part("kernels", rows)], new_day(), tmp_path / "out")
+    assert found["kernels"]["ended"] == "its process ended with code -9"
+    left = [psutil.Process(int(pid.read_text()))] if psutil.pid_exists(int(pid.read_text())) else []
+    _, alive = psutil.wait_procs(left, timeout=15)
+    for each in alive:
+        each.kill()
+    assert alive == [], "it has a session of its own"
 
 
 def test_call_ends_in_time_and_reports_what_it_left_out(tmp_path: Path) -> None:
@@ -209,8 +256,41 @@ def test_results_of_another_device_or_plans_for_another_are_refused() -> None:
     assert len(day["calls"]) == 2, "another machine of the kind continues"
     with pytest.raises(SystemExit, match=r"another day.*NVIDIA H100"):
         gpu_state.begin_call(day, FACTS | {"name": "NVIDIA A100"}, "A100", 9.0, tiny=False, start_seconds=1.0)
-    with pytest.raises(SystemExit, match="plans are for H200"):
+    with pytest.raises(SystemExit, match="plans are those of H200"):
         gpu_state.begin_call(new_day() | {"planned_for": "H200"}, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0)
+
+
+def test_plans_of_another_gpu_or_of_other_code_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_state
+
+    day = new_day()
+    for code, gpu, is_refused in (("a1", "H200", False), ("a1", "H200", False), ("a1", "H100", True), ("a1+changed", "H200", True)):
+        monkeypatch.setattr(gpu_state, "source", lambda here=code: here)
+        with pytest.raises(SystemExit, match="another folder") if is_refused else nullcontext():
+            gpu_state.plan_for(day, gpu)
+    monkeypatch.setattr(gpu_state, "source", lambda: "b2")
+    with pytest.raises(SystemExit, match="plans are those of a1"):
+        gpu_state.begin_call({"planned_for": "H100", "planned_by": "a1"}, FACTS, "H100", 9.0, tiny=False, start_seconds=1.0)
+
+
+def test_folder_of_an_earlier_call_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    import gpu_state
+
+    assert gpu_state.read(tmp_path, None) == new_day()
+    with pytest.raises(SystemExit, match=r"--from: .*typo/day.json does not exist"):
+        gpu_state.read(tmp_path, tmp_path / "typo")
+
+
+def test_code_of_a_day_is_known_without_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_machine
+
+    monkeypatch.setattr(gpu_machine, "ROOT", tmp_path)
+    found = {gpu_machine.source()}
+    for text in ("1", "2"):
+        (tmp_path / "fsdp_tune").mkdir(exist_ok=True)
+        (tmp_path / "fsdp_tune" / "a.py").write_text(text)
+        found.add(gpu_machine.source())
+    assert len(found) == 3
 
 
 def test_order_and_limits_of_a_day() -> None:

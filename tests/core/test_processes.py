@@ -190,3 +190,24 @@ def test_command_does_not_inherit_what_its_caller_did_to_signals(tmp_path: Path)
     command = [sys.executable, "-u", str(tmp_path / "program.py"), "a b"]
     done = subprocess.run(command, preexec_fn=spoil, capture_output=True, text=True, env=environment, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 True ['a b'] 0\n", "")
+
+
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_nothing_below_a_child_is_left_when_it_has_been_ended(ends_itself: bool, tmp_path: Path) -> None:
+    """A process in a session of its own gets no signal of the group, and would still hold the memory of a GPU."""
+    file = tmp_path / "pid"
+    inner = f"import os, signal, time; signal.signal(15, 1); open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(30)"
+    outer = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-ISc', {inner!r}], start_new_session=True); time.sleep(30)"
+    child = children.start([sys.executable, "-ISc", outer], os.environ)
+    limit = time.monotonic() + 20
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    below = children.descendants(child) if ends_itself else []
+    if ends_itself:
+        child.send_signal(signal.SIGKILL)
+        while not children.has_ended(child):
+            time.sleep(0.01)
+    children.end(child, below)
+    status = Path(f"/proc/{file.read_text()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text(), "gone, or waited for by nobody"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -20,14 +21,16 @@ from fsdp_tune.core.devices import Device
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.jobs import evaluating as jobs
-from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, evaluation_device, refuse_scores_without_room
+from fsdp_tune.jobs.evaluating import Evaluating, check_evaluation, evaluating, refuse_scores_without_room
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch import scoring
-from fsdp_tune.launch.scoring import EvaluationDevice
+from fsdp_tune.launch.scoring import EvaluationDevice, ScoringProcess, evaluation_device
+from fsdp_tune.planner.trace_format import KINDS
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
 from fsdp_tune.run.evaluation_record import EvaluationRecord
+from fsdp_tune.run.events import CheckpointEvaluated, CheckpointEvaluationFailed
 from fsdp_tune.run.metrics_file import MetricsFile, append_event, read_metrics
 from tests.run.test_checkpoint_scores import save
 
@@ -185,11 +188,12 @@ def test_mistake_in_a_set_is_found_before_training(tmp_path: Path, monkeypatch: 
         ("alongside", 8, 8, None, EvaluationDevice("cpu")),
         ("alongside", 8, 6, None, EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6,7"})),
         ("alongside", 3, 2, "4,5,6", EvaluationDevice("cuda", {"CUDA_VISIBLE_DEVICES": "6"})),
-        ("at_end", 8, 8, None, EvaluationDevice("auto")),
-        ("between_steps", 8, 8, None, EvaluationDevice("auto")),
+        ("at_end", 3, 3, None, EvaluationDevice("auto", {"CUDA_VISIBLE_DEVICES": "0,1,2"})),
+        ("between_steps", 8, 2, None, EvaluationDevice("auto", {"CUDA_VISIBLE_DEVICES": "0,1"})),
+        ("between_steps", 3, 2, "4,5,6", EvaluationDevice("auto", {"CUDA_VISIBLE_DEVICES": "4,5"})),
     ],
 )
-def test_evaluation_uses_gpus_that_no_rank_uses(
+def test_evaluation_uses_gpus_of_the_ranks_or_those_that_no_rank_uses(
     monkeypatch: pytest.MonkeyPatch, when: str, visible: int, ranks: int, variable: str | None, expected: EvaluationDevice
 ) -> None:
     there = 7 if variable is not None else visible
@@ -198,7 +202,10 @@ def test_evaluation_uses_gpus_that_no_rank_uses(
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     document = {"evaluation": {"sets": [{"path": "a"}], "when": when}, "launch": {"device": "cuda", "num_processes": ranks}}
-    assert evaluation_device(Recipe.model_validate(document)) == expected
+    resolved = Recipe.model_validate(document)
+    assert evaluation_device(resolved) == expected
+    variables = evaluation_device(resolved, after_ranks=True).variables
+    assert variables["CUDA_VISIBLE_DEVICES"] == ",".join((variable or "0,1,2,3,4,5,6,7").split(",")[:ranks])
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, StoppedBySignal), (signal.SIGINT, KeyboardInterrupt)])
@@ -264,6 +271,16 @@ def test_line_that_a_full_disk_refused_is_written_later(
     assert events(run) == [(f"checkpoint{event}", 10)]
 
 
+def test_scores_of_any_length_are_read(run: RunDir, scored_by: Callable[[str], None]) -> None:
+    """A pipe that is read at the end takes 64 KiB, and the process would wait for its reader until `evaluation.timeout`."""
+    score = {"value": 0.5, "low": None, "high": None, "rows": 8}
+    scored_by(f"import json; print(json.dumps({{'scores': {{f'mmlu_{{i:060}}/acc': {score} for i in range(1000)}}}}))")
+    save(run, 10)
+    Evaluating(run, recipe(run, "5s"), Observer()).finish()
+    [line] = evaluated(run)
+    assert len(line["scores"]) == 1000
+
+
 def test_scores_that_are_empty_are_a_failure(run: RunDir, scored_by: Callable[[str], None]) -> None:
     scored_by(PRINTS.format(line={"scores": {}, "warnings": ["`wikitext/bits_per_byte` is nan, so it is left out"]}))
     save(run, 10)
@@ -300,9 +317,59 @@ def test_process_of_an_evaluation_has_a_clean_environment_and_the_gpus_that_rank
     save(run, 10)
     document = recipe(run).model_dump(by_alias=True)
     document["launch"] |= {"device": "cuda", "num_processes": 1}
-    monkeypatch.setattr(jobs, "visible_devices", lambda _: [object()])
+    monkeypatch.setattr(scoring, "visible_devices", lambda _: [object()])
     Evaluating(run, Recipe.model_validate(document), Observer()).finish()
     assert [list(line["scores"]) for line in evaluated(run)] == [["auto None"]]
+
+
+def test_process_that_a_rank_starts_has_nothing_of_the_rank(
+    run: RunDir, scored_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its one thread nor its cores, if the launcher has more."""
+    names = ["OMP_NUM_THREADS", "NCCL_DEBUG", "KEPT"]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    there = "','.join(sorted(os.environ.keys() & {" + ", ".join(map(repr, names)) + "}))"
+    scored_by(
+        "import sys, json, os, time\nlimit = time.time() + 10\n"
+        "while len(os.sched_getaffinity(0)) < 2 and time.time() < limit: time.sleep(0.01)\n"
+        f"name = {there} + ' ' + str(len(os.sched_getaffinity(0)) > 1)\n"
+        "print(json.dumps({'scores': {name: {'value': 1.0, 'low': None, 'high': None, 'rows': 1}}}))"
+    )
+    save(run, 10)
+    document = recipe(run).model_dump(by_alias=True)
+    document["launch"] |= {"env": {"NCCL_DEBUG": "1"}}
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        checkpoint = complete_checkpoints(run)[0][0]
+        process = ScoringProcess(run, Recipe.model_validate(document), checkpoint, EvaluationDevice("cpu"), from_rank=True)
+        until(process.has_ended)
+        outcome = process.outcome()
+        process.end()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert isinstance(outcome, CheckpointEvaluated), outcome
+    assert list(outcome.scores) == [f"KEPT {len(os.sched_getaffinity(os.getppid())) > 1}"]
+
+
+def test_what_failed_between_steps_of_this_start_is_not_evaluated_again(run: RunDir, scored_by: Callable[[str], None]) -> None:
+    scored_by(PRINTS.format(line=SCORES))
+    save(run, 10)
+    identity = complete_checkpoints(run)[0][0].manifest.identity
+    for again in (False, True):
+        record = EvaluationRecord.of(recipe(run).evaluation, {"sums": "digest"})
+        record.write(run.evaluation_json)
+        if not again:
+            append_event(run, CheckpointEvaluationFailed(10, identity, "evaluation-failed", "killed", record.command))
+        Evaluating(run, recipe(run), Observer()).finish()
+        assert [step for name, step in events(run) if name == "checkpoint_evaluated"] == [10] * again, "the next start tries it"
+
+
+def test_model_that_killed_ranks_have_left_is_removed(run: RunDir) -> None:
+    with Evaluating(run, recipe(run), Observer()).following():
+        (run.path / ".evaluation" / "checkpoint-10-model").mkdir(parents=True)
+    assert not (run.path / ".evaluation").exists()
 
 
 def test_worker_that_a_killed_process_has_left_is_ended(run: RunDir, scored_by: Callable[[str], None]) -> None:
@@ -338,18 +405,20 @@ def test_finished_run_is_scored_by_the_evaluation_of_the_new_command(run: RunDir
 
 
 @pytest.mark.parametrize(
-    ("when", "billions", "is_refused"), [("between_steps", 8, True), ("between_steps", 1, False), ("at_end", 8, False)]
+    ("when", "billions", "is_refused"), [("between_steps", 4.2, True), ("between_steps", 3.8, False), ("at_end", 8, False)]
 )
-def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(when: str, billions: int, is_refused: bool) -> None:
+def test_model_that_has_no_room_between_steps_is_refused_with_what_it_needs(when: str, billions: float, is_refused: bool) -> None:
     document = {
         "evaluation": {"sets": [{"path": "a"}], "when": when},
         "launch": {"device": "cuda", "num_processes": 1},
         "precision": {"mixed_precision": "bf16"},
     }
     model: Any = SimpleNamespace(parameters=billions * 10**9)
-    plan: Any = SimpleNamespace(components={"parameters": 30.0, "optimizer state": 40.0, "activations": 9.0}, usable_gib=79.0)
+    components = {"parameters": 30.0, "optimizer state": 40.0, "activations": 9.0}
+    plan: Any = SimpleNamespace(components=components, usable_gib=79.0, device_gib=80.9, peak_reserved_gib=80.0)
+    assert set(jobs.KEPT_BETWEEN_STEPS) < set(KINDS), "names of the plan"
     with (
-        pytest.raises(FsdpTuneError, match=r"needs 14\.9 GiB and activations on each GPU, and 9\.0 of 79\.0 GiB are free")
+        pytest.raises(FsdpTuneError, match=r"needs 7\.8 GiB and activations on each GPU, and 7\.6 of 79\.0 GiB are free")
         if is_refused
         else nullcontext()
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -466,13 +467,16 @@ def test_status_of_a_run_that_was_never_started(fresh: RunDir) -> None:
 @pytest.mark.usefixtures("recipe")
 @pytest.mark.parametrize("trace", ["metrics", "checkpoint", "incomplete checkpoint"])
 def test_run_with_traces_of_training_is_not_reported_as_never_started(fresh: RunDir, trace: str) -> None:
-    """A copy, or a mirror, may lack the heartbeats and outcomes of the ranks."""
+    """A copy, or a mirror, may lack the heartbeats and outcomes of the ranks. With logs/, the run was prepared to be continued."""
     if trace == "metrics":
         fresh.metrics_jsonl.write_text('{"step": 3, "loss": 2.0, "time": 1.0}\n')
     else:
         checkpoint(fresh, 3)
     if trace == "incomplete checkpoint":
         next((fresh.path / "checkpoint-3").glob("manifest.json")).unlink()
+    fresh.logs.mkdir(exist_ok=True)
+    assert run_status(fresh).state == "not started"
+    shutil.rmtree(fresh.logs)
     facts = run_status(fresh)
     assert facts.state == "outcome unknown"
     assert facts.has_ended

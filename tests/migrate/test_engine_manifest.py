@@ -127,6 +127,20 @@ spec:
 """
 
 
+def of_the_operator(lines: str, others: str = "4") -> str:
+    """A PyTorchJob of four pods with four GPUs each, the last three of them with `others`; `lines` are of its `spec`."""
+    text = PYTORCH_JOB.replace(", --nproc_per_node=8", "").replace("spec:\n  pytorch", f"spec:\n{lines}  pytorch")
+    pod = text[text.index("    Master:") :].partition("    Worker:")[0].replace("Master: &replica", "{name}:")
+    image = "image: trainer:1\n"
+    gpus = f"{image}              resources: {{limits: {{nvidia.com/gpu: {{gpus}}}}}}\n"
+    kinds = [("Master", 1, "4"), ("Worker", 3, others)]
+    replicas = [
+        pod.replace("{name}", name).replace("replicas: 1", f"replicas: {count}").replace(image, gpus.replace("{gpus}", number))
+        for name, count, number in kinds
+    ]
+    return text[: text.index("    Master:")] + "".join(replicas)
+
+
 @pytest.mark.parametrize(
     ("text", "ranks"),
     [
@@ -137,6 +151,10 @@ spec:
         (TRAIN_JOB.replace("[torchrun]", "[torchrun, --nproc_per_node=3]"), 6),  # an option comes before PET_NPROC_PER_NODE
         (TRAIN_JOB.replace("    numProcPerNode: 4\n", ""), "auto"),  # that of the runtime
         (PYTORCH_JOB.replace(", --nproc_per_node=8", "").replace("spec:\n  pytorch", 'spec:\n  nprocPerNode: "2"\n  pytorch'), 8),
+        (of_the_operator(""), 16),
+        (of_the_operator('  nprocPerNode: ""\n'), 16),
+        (of_the_operator("  elasticPolicy: {nProcPerNode: 2}\n"), 8),
+        (of_the_operator("", others="2"), "auto"),  # pods that differ have no number
     ],
 )
 def test_ranks_that_kubeflow_gives_torchrun_are_those_of_a_machine(text: str, ranks: int | str, tmp_path: Path) -> None:

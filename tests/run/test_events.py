@@ -67,6 +67,7 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
             },
             "definition": "77",
             "warnings": ["sums: 1 of 8 answers was cut"],
+            "ranks_waited_seconds": None,
         },
         [
             "checkpoint-7 evaluated: sums/exact_match 0.5000 [0.2500, 0.7500], arc_easy/acc 0.2500",
@@ -74,7 +75,7 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "checkpoint_evaluation_failed": (
-        {"checkpoint": "0a54", "code": "merge-disk-full", "message": "no room", "command": "c1"},
+        {"checkpoint": "0a54", "code": "merge-disk-full", "message": "no room", "command": "c1", "ranks_waited_seconds": 3.0},
         ["warning: checkpoint-7 was not evaluated: no room"],
     ),
     "rotation_failed": ({"message": "busy"}, ["step 7: rotation failed: busy"]),

@@ -53,6 +53,15 @@ def test_last_lines_count_by_their_steps() -> None:
     assert estimate(STARTED, *slow, *lines).seconds_left() == pytest.approx(20 * seconds / steps)
 
 
+def test_ranks_wait_for_the_scores_of_coming_checkpoints_but_the_last() -> None:
+    """Also for one that failed. Evaluations next to the ranks cost them nothing."""
+    names = ("checkpoint_evaluated", "checkpoint_evaluation_failed")
+    for waited, expected in ((30.0, 2 * 30.0), (None, 0.0)):
+        waits = [{"event": name, "step": step, "ranks_waited_seconds": waited} for name, step in zip(names, (20, 40), strict=True)]
+        lines = [STARTED, *(line(step) for step in range(10, 41, 10)), *waits]
+        assert estimate(*lines).seconds_left() == pytest.approx(60 * 2.0 + expected)
+
+
 def test_coming_evaluations_cost_what_the_last_did() -> None:
     evaluations = [{"step": step, "eval_loss": 1.0, "eval_seconds": 30.0} for step in (20, 40)]
     lines = [STARTED, *(line(step) for step in range(10, 41, 10)), *evaluations]

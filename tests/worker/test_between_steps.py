@@ -9,17 +9,23 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 import pytest
 
+from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, complete_checkpoints
+from fsdp_tune.run.evaluation_record import EvaluationRecord
+from fsdp_tune.run.events import CheckpointEvaluationFailed
+from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rank_files import read_heartbeat
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
+from tests.run.test_checkpoint_scores import save
 from tests.worker.short_runs import new_run
 
 SCORES = {"scores": {"sums/exact_match": {"value": 0.5, "low": 0.1, "high": 0.9, "rows": 8}}}
@@ -107,3 +113,29 @@ def test_signal_ends_the_wait_within_a_second_and_the_run_saves(bench: Bench) ->
     assert events(run) == [], "the next start evaluates it"
     assert complete_checkpoints(run)[0][0].step in (3, 4)
     json.loads(run.rank_outcome(0).read_text())
+
+
+def test_checkpoint_whose_wait_was_cut_is_scored_with_the_next_one(tmp_path: Path) -> None:
+    """The oldest first, and one whose evaluation failed in this start not again."""
+    from fsdp_tune.launch import scoring
+    from fsdp_tune.worker.between_steps import _Waiting
+
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    for step in (10, 20, 30):
+        save(run, step)
+    document = {"model": {"name_or_path": "gpt2"}, "launch": {"device": "cpu"}, "output_dir": str(run.path)} | EVALUATION
+    recipe, found = Recipe.model_validate(document), list[Any]()
+    record = EvaluationRecord.of(recipe.evaluation, {"sums": "digest"})
+    record.write(run.evaluation_json)
+    failed = next(each for each in complete_checkpoints(run)[0] if each.step == 20).manifest.identity
+    append_event(run, CheckpointEvaluationFailed(20, failed, "evaluation-failed", "killed", record.command))
+    parts: Any = SimpleNamespace(run=run, recipe=recipe, metrics=SimpleNamespace(event=found.append))
+    with patch.object(scoring, "SCORE", (sys.executable, "-I", "-S", "-c", PRINTS)):
+        waiting, limit = _Waiting(parts, lambda _: None), time.monotonic() + 60
+        while not waiting.are_scored():
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        waiting.end()
+    assert [each.step for each in found] == [10, 30]
+    assert all(each.ranks_waited_seconds > 0 for each in found)

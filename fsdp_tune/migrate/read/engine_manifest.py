@@ -142,17 +142,17 @@ def _kubernetes(documents: list[dict[str, object]]) -> EngineManifest:
     found = [(document, *each) for document in documents for each in _containers(document, 1)]
     kinds = dict.fromkeys(str(document.get("kind")) for document, _, _ in found)
     groups: dict[str, list[tuple[dict[str, str | None], int]]] = {}
-    processes: dict[str, int | None] = {}
+    processes: dict[str, set[int | None]] = {}
     for document, container, machines in found:
         words = [str(word) for word in (*as_list(container.get("command")), *as_list(container.get("args")))]
         variables = _variables(container.get("env"))
         script = _of_kubernetes(variables).command(words) if words else ""
         groups.setdefault(script, []).append((variables, machines))
-        processes[script] = _processes(container, as_mapping(document.get("spec")))
+        processes.setdefault(script, set()).add(_processes(container, document))
     totals = [sum(machines for _, machines in group) for group in groups.values()]
     totals = [max(totals)] * len(totals) if "MPIJob" in kinds else totals  # the launcher starts ranks on the workers
     containers = [
-        Containers(_common_variables([variables for variables, _ in group]) + script, total, processes[script])
+        Containers(_common_variables([variables for variables, _ in group]) + script, total, _only(processes[script]))
         for (script, group), total in zip(groups.items(), totals, strict=True)
     ]
     name = f"Kubernetes {' and '.join(kinds or [str(documents[0].get('kind'))])}"
@@ -162,12 +162,21 @@ def _kubernetes(documents: list[dict[str, object]]) -> EngineManifest:
     return EngineManifest(name, "fsdp-tune submit kubernetes", tuple(containers), known, joined)
 
 
-def _processes(container: Mapping[str, object], spec: Mapping[str, object]) -> int | None:
+def _only(values: set[int | None]) -> int | None:
+    """Return the ranks of containers with the same commands; None if they differ, since the import asks for them then."""
+    return next(iter(values)) if len(values) == 1 else None
+
+
+def _processes(container: Mapping[str, object], document: Mapping[str, object]) -> int | None:
     """Return the ranks of a pod that Kubeflow gives torchrun: `numProcPerNode` of a TrainJob, `nprocPerNode` of a PyTorchJob.
 
-    Either may be `auto` or `gpu`, which torchrun takes for the GPUs of the pod.
+    Either may be `auto` or `gpu`, which torchrun takes for the GPUs of the pod. Without either, the operator of a PyTorchJob writes that of
+    its `elasticPolicy` or `auto` (`SetDefaults_PyTorchJob` of Kubeflow's training-operator), and a TrainJob has that of its runtime.
     """
+    spec = as_mapping(document.get("spec"))
     written = container.get("numProcPerNode", spec.get("nprocPerNode"))
+    if document.get("kind") == "PyTorchJob":
+        written = written or as_mapping(spec.get("elasticPolicy")).get("nProcPerNode") or "auto"
     if str(written).isdecimal():
         return int(str(written))
     resources = as_mapping(container.get("resourcesPerNode") or container.get("resources"))
