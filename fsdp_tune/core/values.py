@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard, cast
 
 
 def is_list(value: object) -> TypeGuard[list[object]]:
@@ -26,3 +27,15 @@ def as_items(value: object) -> list[object]:
 def as_mapping(value: object) -> dict[str, object]:
     """Return a mapping as it is, and an empty one for any other value."""
     return value if is_mapping(value) else {}
+
+
+def texts_below(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for each text of a parsed value, with keys like `data.train[0].path`."""
+    if isinstance(value, str):
+        yield key, value
+    elif is_mapping(value):
+        for name, inner in value.items():
+            yield from texts_below(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(cast(Sequence[object], value)):
+            yield from texts_below(inner, f"{key}[{at}]")

@@ -25,6 +25,7 @@ from fsdp_tune.core.errors import FsdpTuneError, usage_error
 from fsdp_tune.core.families import SINKS, dropout_fields, heads_by_layer
 from fsdp_tune.model.internals.transformers_internals import FIND_PACKED_IN_PART, SUPPORTS_INTERFACE, attention_of
 from fsdp_tune.model.known_rows import masks_of_documents, packing_known
+from fsdp_tune.model.shard.exchange import exchange
 from fsdp_tune.model.shard.local import ModuleView, bare_model
 from fsdp_tune.model.shard.process_groups import groups_of
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -97,36 +98,11 @@ def _sharing(rows: SharedRows, kernel: str) -> Iterator[None]:
 # ---- The exchange
 
 
-class _Exchange(torch.autograd.Function):
-    """Send part i of dimension 0 to rank i. It is its own transpose, so the backward is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(gradients[0], ctx.group), None
-
-
-def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = parts.contiguous()  # `empty_like` keeps strides, and the collective ignores them
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
-
-
-def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    received: torch.Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
-    return received
-
-
 def to_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Exchange each [rows, heads, own tokens, width] for [rows, own heads, tokens, width], all of them at once."""
     # [rank, own tokens, rows, own heads × width]
     parts = [tensor.unflatten(1, (group.size(), -1)).permute(1, 3, 0, 2, 4).flatten(3) for tensor in tensors]
-    received = _exchange(torch.cat(parts, -1), group).flatten(0, 1)  # ranks have neighbouring tokens
+    received = exchange(torch.cat(parts, -1), group).flatten(0, 1)  # ranks have neighbouring tokens
     found = received.split([part.shape[-1] for part in parts], -1)
     return [part.unflatten(-1, (-1, tensor.shape[-1])).permute(1, 2, 0, 3) for part, tensor in zip(found, tensors, strict=True)]
 
@@ -134,7 +110,7 @@ def to_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torc
 def to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange the output of a kernel, [rows, tokens, own heads, width], for [rows, own tokens, heads, width]."""
     parts = output.unflatten(1, (group.size(), -1)).permute(1, 2, 0, 3, 4)  # [rank, own tokens, rows, own heads, width]
-    return _exchange(parts, group).permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
+    return exchange(parts, group).permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
 
 
 def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable[..., Any]:

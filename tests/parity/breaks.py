@@ -292,13 +292,13 @@ def exchange_into_other_strides() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    def exchanged(parts: Any, group: Any) -> Any:
+    def exchanged(parts: Any, group: Any, *_equal: None) -> Any:
         received = torch.empty_like(parts)
         flat = received.as_strided((received.numel(),), (1,))
         dist.all_to_all_single(flat, parts.contiguous().view(-1), group=group)
         return received
 
-    with patch("fsdp_tune.model.sequence_parallel._exchanged", exchanged):
+    with patch("fsdp_tune.model.shard.exchange.exchanged", exchanged):
         yield
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from fsdp_tune.core.families import STATE_DECAY
 from fsdp_tune.model.internals.torch_internals import ADJUST_RATE, ORTHOGONALISE
 from fsdp_tune.model.optim.adamw import AdamW
+from fsdp_tune.model.shard.exchange import exchanged
 from fsdp_tune.model.shard.local import compute_device, local_part, plain_name, sharding_of
 
 ORTHOGONAL = "orthogonal"
@@ -150,9 +151,7 @@ def _update_round(parts: list[_MatrixPart], group: dict[str, Any], ranks: dist.P
 def _exchange(parts: list[torch.Tensor], received: list[int], ranks: dist.ProcessGroup) -> list[torch.Tensor]:
     """Send part i to rank i of the group, and return the flat parts that the ranks sent, of `received` elements each. Collective."""
     sent = torch.cat([part.reshape(-1) for part in parts])
-    buffer = sent.new_empty(sum(received))
-    dist.all_to_all_single(buffer, sent, received, [part.numel() for part in parts], group=ranks)
-    return list(buffer.split(received))
+    return list(exchanged(sent, ranks, [part.numel() for part in parts], received).split(received))
 
 
 def _rows_by_rank(rows: int, ranks: int) -> list[int]:

@@ -26,6 +26,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
 from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
+from fsdp_tune.model.shard.exchange import exchange, exchanged
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
 from fsdp_tune.model.shard.routed_once import RoutedOnce, is_known_to_choose_otherwise
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -118,13 +119,13 @@ def _over_ranks(experts: nn.Module, group: dist.ProcessGroup) -> Callable[..., t
         view = ModuleView(experts, num_experts=count // size, **dict(stacks))
         once = RoutedOnce.entered
         route = _route(top_k_index, count, group) if once is None else once.route(top_k_index, lambda: _route(top_k_index, count, group))
-        rows = _exchange(hidden_states[route.order // chosen], route.sent, route.received, group)
+        rows = exchange(hidden_states[route.order // chosen], group, route.sent, route.received)
         ids, arrived = route.ids, len(rows)
         if arrived == 0:  # a row of zeros, so that the parameters have a gradient, which is zero, on every rank
             # Appended, so that this rank takes part in the exchange of gradients, for which the others wait.
             rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
         result = inner(view, rows, ids.unsqueeze(1), rows.new_ones(len(rows), 1))[:arrived]
-        returned = _exchange(result, route.received, route.sent, group)
+        returned = exchange(result, group, route.received, route.sent)
         # As in transformers' kernels: weighted, then added in the order of the router's choice.
         pairs = returned.new_zeros(tokens * chosen, returned.shape[1]).index_copy(0, route.order, returned)
         weighted = pairs * top_k_weights.reshape(-1, 1)
@@ -165,37 +166,11 @@ def _route(top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) ->
     """Return the route of the chosen experts, [tokens, chosen]. Collective; waits for the device once."""
     size, pairs = group.size(), top_k_index.reshape(-1).long()
     counts = pairs.new_zeros(experts + 1).scatter_add_(0, pairs, torch.ones_like(pairs))[:experts]
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts.contiguous(), group=group)
+    arriving = exchanged(counts, group)
     sent, received = torch.stack([counts, arriving]).view(2, size, -1).sum(-1).tolist()
     own = torch.arange(experts // size, device=pairs.device).repeat(size)  # of each rank in turn, sorted by expert
     ids = own.repeat_interleave(arriving, output_size=sum(received))
     return _Route(torch.argsort(pairs, stable=True)[: sum(sent)], sent, received, ids)
-
-
-class _ExchangeRows(torch.autograd.Function):
-    """Send rows to the ranks of a group, and their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.route = sent, received, group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, received, group = ctx.route
-        return _exchanged(gradients[0], received, sent, group), None, None, None
-
-
-def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    arrived = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    arrived: torch.Tensor = _ExchangeRows.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return arrived
 
 
 # ---- Models that it does not suit

@@ -48,6 +48,9 @@ from fsdp_tune.planner.predict.timing import (
 )
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
 
+_Passes = list[tuple[npt.NDArray[np.int64], bool]]
+"""Rows of the products of each pass through the experts of a layer, and whether it is the gradients'."""
+
 
 def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
     """Simulate the last traced step at the model's full depth. Raises: UnknownFigure for a missing figure of the GPU, and a usage error
@@ -65,7 +68,8 @@ def step_work(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     topology = replace(work.trace.shapes.topology, machines=machines)
     load = imbalance(work.trace.shapes.ep_size, mixture.experts)
     seconds, sent = _collectives(work, mixture, topology, hardware)
-    ops, exchanges = _ops(work, mixture, load), _exchanges(work, mixture, load, topology, hardware, efficiency)
+    passes = _passes(work.ops, is_grouped(work.trace, work.ops))
+    ops, exchanges = _ops(work, mixture, passes, load), _exchanges(work, mixture, passes, load, topology, hardware, efficiency)
     times = op_seconds(work.trace, ops, hardware, efficiency, topology.local_world_size)
     return replace(work, ops=ops, op_seconds=times, collective_seconds=seconds, sent=sent, exchanges=exchanges)
 
@@ -102,7 +106,7 @@ def _known(seconds: float | None, hardware: Hardware) -> float:
     return seconds
 
 
-def _ops(work: StepWork, mixture: TracedExperts, load: float) -> Records:
+def _ops(work: StepWork, mixture: TracedExperts, passes: _Passes, load: float) -> Records:
     """Return the operations of the fullest rank, with 1 / ep of the experts' weights and of the copies of units."""
     trace, ops, ep = work.trace, work.ops.copy(), work.trace.shapes.ep_size
     products, copies, again = is_grouped(trace, ops), copies_of_units(trace, mixture, ops), traced_second_copies(trace, mixture, ops)
@@ -112,7 +116,7 @@ def _ops(work: StepWork, mixture: TracedExperts, load: float) -> Records:
     others = ops["moved_bytes"] - weights
     share = max(mixture.shares.values(), default=0.0)
     of_unit = ops["moved_bytes"] * (1 - share * (1 - 1 / ep)) + 2 * second_copies(trace, mixture, ops)
-    cases = [products, copies, again, _between_products(work, products)]
+    cases = [products, copies, again, _between_products(work, passes) & ~products]
     scaled = [weights / ep + others * load, of_unit, ops["moved_bytes"] / ep, ops["moved_bytes"] * load]
     moved = np.select(cases, scaled, ops["moved_bytes"])
     ops["moved_bytes"] = np.rint(moved)
@@ -120,12 +124,9 @@ def _ops(work: StepWork, mixture: TracedExperts, load: float) -> Records:
     return ops
 
 
-def _passes(work: StepWork, products: npt.NDArray[np.bool_]) -> list[tuple[npt.NDArray[np.int64], bool]]:
-    """Return the rows of the products of each pass through the experts of a layer, and whether it is the gradients'.
-
-    A backward has those of a recomputation, which a module makes, before its own, which none does.
-    """
-    ops, found = work.ops, list[tuple[npt.NDArray[np.int64], bool]]()
+def _passes(ops: Records, products: npt.NDArray[np.bool_]) -> _Passes:
+    """Return the passes of a step. A backward has those of a recomputation, which a module makes, before its own, which none does."""
+    found: _Passes = []
     rows = np.flatnonzero(products)
     keys = np.stack([ops[name][rows].astype(np.int64) for name in ("micro", "layer", "phase")], axis=1)
     of_module = ops["module"][rows] > 0
@@ -138,28 +139,33 @@ def _passes(work: StepWork, products: npt.NDArray[np.bool_]) -> list[tuple[npt.N
     return found
 
 
-def _between_products(work: StepWork, products: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Select the operations on the rows of experts: those between the first and the last product of a pass."""
+def _between_products(work: StepWork, passes: _Passes) -> npt.NDArray[np.bool_]:
+    """Select what is issued from the first product of a pass until its last: operations on the rows of experts."""
     found = np.zeros(len(work.ops), bool)
-    for rows, _ in _passes(work, products):
+    for rows, _ in passes:
         found[rows[0] : rows[-1]] = work.ops["stream"][rows[0] : rows[-1]] == 0
-    return found & ~products
+    return found
 
 
 def _exchanges(
-    work: StepWork, mixture: TracedExperts, load: float, topology: Topology, hardware: Hardware, efficiency: Efficiency
+    work: StepWork,
+    mixture: TracedExperts,
+    passes: _Passes,
+    load: float,
+    topology: Topology,
+    hardware: Hardware,
+    efficiency: Efficiency,
 ) -> Exchanges:
     trace, ops, ep = work.trace, work.ops, work.trace.shapes.ep_size
-    products = is_grouped(trace, ops)
     group = Group(ep, max(1, ep // topology.local_world_size))
-    item = ITEM_BYTES.get(DTYPES[int(ops["dtype"][products][0])], 2)
+    item = ITEM_BYTES.get(DTYPES[int(ops["dtype"][min(rows[0] for rows, _ in passes)])], 2)
     size = mixture.rows * trace.counts.hidden_size * item
     tokens = _known(collective_seconds("all_to_all", size * load, group, hardware), hardware)
     numbers = _known(collective_seconds("all_to_all", 8 * mixture.experts, group, hardware), hardware)
     # Rows are read and written once more, by the order of the experts where they arrive.
     sorting = 2 * size * load / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth) + efficiency.kernel_seconds
     where: list[tuple[int, float, bool]] = []
-    for rows, is_gradient in _passes(work, products):
+    for rows, is_gradient in passes:
         forward = not is_gradient
         where.append((int(rows[0]) - 1, tokens + sorting + (numbers if forward else 0.0), forward))
         recomputed = forward and ops["phase"][rows[0]] == PHASES.index("backward")

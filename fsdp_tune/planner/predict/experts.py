@@ -22,6 +22,7 @@ from fsdp_tune.planner.predict.mixture import (
     divisions,
     imbalance,
     is_grouped,
+    may_be_divided,
     mixture_of,
     traced_second_copies,
     with_ep_size,
@@ -72,6 +73,8 @@ def expert_rows(trace: Trace, hardware: Hardware, machines: int, efficiency: Eff
 
     Raises: UnknownFigure for a missing figure of the GPU.
     """
+    if not may_be_divided(trace):
+        return ()
     trace = full_depth(trace)
     mixture = mixture_of(trace)
     if mixture is None:

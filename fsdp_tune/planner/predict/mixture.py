@@ -108,12 +108,19 @@ def is_grouped(trace: Trace, ops: Records) -> npt.NDArray[np.bool_]:
     return np.array([GROUPED_PRODUCT in name for name in trace.op_names] or [False])[ops["name"]]
 
 
+def may_be_divided(trace: Trace) -> bool:
+    """Return whether the model has experts and several ranks share a copy. The trace need not be at full depth."""
+    return expert_count(trace.facts.config) > 1 and trace.shapes.shards > 1
+
+
 def mixture_of(trace: Trace) -> TracedExperts | None:
     """Return the experts of a trace at full depth; None for a dense model, without shards, or if no grouped product was traced."""
     experts, chosen = expert_count(trace.facts.config), CHOSEN_EXPERTS.of(trace.facts.config)
+    if chosen is None or not may_be_divided(trace):
+        return None
     ops = trace.steady(trace.ops)
     layers = frozenset(ops["layer"][is_grouped(trace, ops)].tolist()) - {-1}
-    if experts == 1 or chosen is None or trace.shapes.shards == 1 or not layers:
+    if not layers:
         return None
     held = trace.events[(trace.events["phase"] == PHASES.index("load")) & (trace.events["bytes"] > 0)]
     in_experts = np.array([is_in_experts(name) for name in trace.modules], bool)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.core.units import printable, shown
+from fsdp_tune.core.values import texts_below
 from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES
 from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
@@ -188,22 +188,10 @@ def written_paths(recipe: Recipe) -> Iterator[Finding]:
 
 def no_nul_characters(recipe: Recipe) -> Iterator[Finding]:
     """No path, name or text of a recipe may have one: the operating system ends a name there."""
-    for key, text in _texts(recipe.model_dump(by_alias=True), ""):
+    for key, text in texts_below(recipe.model_dump(by_alias=True)):
         if "\0" in text and not key.startswith(("launch.env.", "output_dir", "data.cache_dir")):  # these have rules of their own
             hint = "in double quotes `\\0` is one character: write the value in single quotes"
             yield Finding("wrong-value", (key,), f"`{key}` contains the character `\\x00`", hint)
-
-
-def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) for each text below a value."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, inner in cast("dict[object, object]", value).items():
-            yield from _texts(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for at, inner in enumerate(cast("Sequence[object]", value)):
-            yield from _texts(inner, f"{key}[{at}]")
 
 
 def rope_scaling(recipe: Recipe) -> Iterator[Finding]:

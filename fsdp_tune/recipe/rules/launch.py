@@ -11,10 +11,10 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
 
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
 from fsdp_tune.core.units import shown
+from fsdp_tune.core.values import texts_below
 from fsdp_tune.recipe.schema.keys import Finding, Rule
 from fsdp_tune.recipe.schema.recipe import Recipe
 
@@ -126,7 +126,7 @@ def environment_variables(recipe: Recipe) -> Iterator[Finding]:
 
 def values_without_secrets(recipe: Recipe) -> Iterator[Finding]:
     """Find secrets in any other key, such as a password in the URL of a data file or a token in a free mapping."""
-    for key, text in _texts(recipe.model_dump(mode="json", by_alias=True, exclude={"launch": {"env"}}), ""):
+    for key, text in texts_below(recipe.model_dump(mode="json", by_alias=True, exclude={"launch": {"env"}})):
         if has_secret_shape(text):
             message = f"`{key}` contains what looks like a token, a password or a signature, and a recipe is copied and published"
             hint = "log in outside of the recipe (`hf auth login`, HF_TOKEN), or download the file and name its path"
@@ -150,17 +150,6 @@ def mirror_url(recipe: Recipe) -> Iterator[Finding]:
         if mirror.is_relative_to(run) or mirror / run.name == run:
             message = f"`checkpoint.mirror: {url}` is in the run directory that it is to outlive"
             yield Finding("bad-mirror", keys, message, "name a directory on another disk")
-
-
-def _texts(value: object, key: str) -> Iterable[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, inner in cast(dict[str, object], value).items():
-            yield from _texts(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, list):
-        for index, inner in enumerate(cast(list[object], value)):
-            yield from _texts(inner, f"{key}[{index}]")
 
 
 def at_most_all_machines(recipe: Recipe) -> Iterator[Finding]:
