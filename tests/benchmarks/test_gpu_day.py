@@ -79,9 +79,9 @@ def test_second_call_measures_only_what_has_no_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "ended", "is_complete"),
     [
-        ("raises", "RuntimeError: it broke", True),
+        pytest.param("raises", "RuntimeError: it broke", True, marks=pytest.mark.slow),
         ("dies", "its process ended with code 7", True),
-        ("is killed", "its process ended with code -9", False),
+        pytest.param("is killed", "its process ended with code -9", False, marks=pytest.mark.slow),
         ("hangs", "its 1 s were up", False),
     ],
 )

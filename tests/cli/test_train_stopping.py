@@ -38,7 +38,9 @@ class Finalised:
         signal.raise_signal(self.number)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow)]
+)
 def test_signal_during_a_finaliser_is_not_lost(number: signal.Signals, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def app_of_minutes() -> None:
         with stop_signals_raise():
@@ -56,7 +58,10 @@ def test_signal_during_a_finaliser_is_not_lost(number: signal.Signals, exit_code
     assert (done.code, done.err) == (exit_code, "")
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGTERM, 143), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((signal.SIGINT, 130), (signal.SIGKILL, -9)))],
+)
 def test_signal_ends_the_inspection_of_the_model(
     number: signal.Signals, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 
 import pytest
 
@@ -23,10 +23,9 @@ def require(device: str) -> None:
         pytest.skip(reason)
 
 
-def leave_to_slow_tests(items: Iterable[pytest.Item], fast: Mapping[str, Collection[str]]) -> None:
-    """Mark tests on an emulated GPU as slow, but for those of `fast`: function → words of the id that name the fast cases."""
+def leave_to_slow_tests(items: Iterable[pytest.Item]) -> None:
+    """Mark tests on an emulated GPU as slow."""
     for item in items:
-        function, _, identifier = item.name.removesuffix("]").partition("[")
-        words = identifier.split("-")
-        if "cuda" in words and not any(case in words for case in fast.get(function, ())) and item.get_closest_marker("slow") is None:
+        _, _, identifier = item.name.removesuffix("]").partition("[")
+        if "cuda" in identifier.split("-") and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.slow)

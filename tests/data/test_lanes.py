@@ -181,7 +181,10 @@ def test_rows_without_targets_do_not_turn_for_ever(tmp_path: Path, packing: bool
         rows_of_run(stream_of(tmp_path, tmp_path / "a.jsonl", packing=packing, max_length=16), 1)
 
 
-@pytest.mark.parametrize(("weight_by", "packing"), [("tokens", False), ("tokens", True), ("rows", True)])
+@pytest.mark.parametrize(
+    ("weight_by", "packing"),
+    [("tokens", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("tokens", False), ("rows", True)))],
+)
 def test_sources_of_empty_rows_end_the_run(tmp_path: Path, weight_by: str, packing: bool) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 400)
     stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=packing, max_length=64, mixture={"weight_by": weight_by})

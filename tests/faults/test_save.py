@@ -76,6 +76,7 @@ def points_of(operations: list[list[tuple[str, str]]], *, every_write: int, ever
     return [(rank, fault) for rank, log in enumerate(operations) for fault in kill_points(log, every_write, every)]
 
 
+@pytest.mark.slow
 def test_save_operations_are_deterministic(tmp_path: Path, on_ranks: Ranks) -> None:
     """Else the n-th would not be the same one twice."""
     cases = Cases(tmp_path, on_ranks)

@@ -292,7 +292,7 @@ def test_recomputation_draws_same_dropout_masks_after_resume(training: Training,
 
 
 @on_devices
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 4])
 def test_ranks_of_another_world_size_have_own_random_streams(world: int, tmp_path: Path, on_ranks: Ranks) -> None:
     on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST)
     drawn = on_ranks.run(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}")

@@ -20,7 +20,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("blind", [0, 1])
+@pytest.mark.parametrize("blind", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_damage_found_by_one_rank_is_agreed_by_all(blind: int, tmp_path: Path, on_ranks: Ranks) -> None:
     on_ranks.run(2, ranks.save, tmp_path, ranks.FIRST)
     told = on_ranks.run(2, ranks.come_back_half_blind, tmp_path / f"checkpoint-{ranks.FIRST}", blind)

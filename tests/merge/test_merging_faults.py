@@ -89,9 +89,14 @@ def whole(folder: Path) -> bool:
     return (folder / "merge.json").is_file() and merged_tensors(folder).keys() == STATE.keys()
 
 
-def test_after_any_last_operation_the_output_is_absent_or_complete(run):
+EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+"""Of how many operations one is the last."""
+
+
+@EVERY
+def test_after_any_last_operation_the_output_is_absent_or_complete(run, every):
     output = run / "merged"
-    for number in itertools.count(1):
+    for number in itertools.count(1, every):
         shutil.rmtree(output, ignore_errors=True)
         was_killed = killed_at_operation(number, run, OPTIONS)
         assert not output.exists() or whole(output), number
@@ -119,12 +124,13 @@ def test_full_disk_at_any_operation_is_one_error_and_leaves_nothing_partial(run,
     assert number > 15
 
 
-def test_killed_replacement_keeps_the_old_or_has_the_new(run, tmp_path):
+@EVERY
+def test_killed_replacement_keeps_the_old_or_has_the_new(run, tmp_path, every):
     output = run / "merged"
     merge_checkpoint(run, MergeOptions(dtype="keep"))
     old = contents(output)
     shutil.copytree(output, tmp_path / "old")
-    for number in itertools.count(1):
+    for number in itertools.count(1, every):
         if not killed_at_operation(number, run, MergeOptions(dtype="bf16", overwrite=True)):
             break
         if output.exists():

@@ -14,7 +14,6 @@ from tests.parity.report import EVIDENCE, summary
 from tests.ranks import Ranks, shared_ranks
 
 HERE = Path(__file__).parent
-# Modules whose tests run on an emulated GPU as well as on the CPU, and those that `scripts/test` runs there.
 ON_CUDA_TOO = {
     "test_matrix",
     "test_adapters",
@@ -25,8 +24,7 @@ ON_CUDA_TOO = {
     "test_resume",
     "test_shared_rows",
 }
-FAST_ON_CUDA = {"test_run_follows_the_reference": {"llama, 2 ranks, FULL_SHARD, offload True, packed True, steps 9, loss chunked"}}
-"""tests/cuda/test_plants.py has one without offload."""
+"""Modules whose tests also run on an emulated GPU, where they are slow. tests/cuda/test_plants.py has a fast run like these."""
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     own = [item for item in items if item.path.is_relative_to(HERE)]  # pytest hands the items of all folders to each conftest
-    leave_to_slow_tests(own, FAST_ON_CUDA)
+    leave_to_slow_tests(own)
     for item in own:
         if isinstance(item, pytest.Function) and _needs_one_gpu(item):
             item.add_marker(pytest.mark.one_gpu)

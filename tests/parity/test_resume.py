@@ -19,7 +19,7 @@ from tests.parity import runs
 from tests.parity.bench import Bench, shared_bench
 from tests.parity.cases import SHORT, SHORT_SAVED_STEP, Case
 
-BASE, DROPOUT = Case(steps=SHORT), Case("gpt2-dropout", accumulation=2, steps=SHORT)
+BASE, ALONE, DROPOUT = Case(steps=SHORT), Case(ranks=1, steps=SHORT), Case("gpt2-dropout", accumulation=2, steps=SHORT)
 
 
 def numbers(run: RunDir) -> list[tuple[Any, ...]]:
@@ -194,7 +194,13 @@ def damage_file(run: RunDir, pattern: str) -> Path:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("pattern", ["pytorch_model_fsdp_0/*.distcp", "optimizer_0/.metadata", "rng_state_1.pth", "trainer_state.json"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "pytorch_model_fsdp_0/*.distcp",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("optimizer_0/.metadata", "rng_state_1.pth", "trainer_state.json")),
+    ],
+)
 def test_flipped_bit_is_detected_before_loading(pattern: str, bench: Bench) -> None:
     run = resumed(bench, BASE, bench.run(BASE))
     path = damage_file(run, pattern)
@@ -206,9 +212,9 @@ def test_flipped_bit_is_detected_before_loading(pattern: str, bench: Bench) -> N
 
 @pytest.mark.ranks
 def test_directory_without_a_manifest_is_not_a_checkpoint(bench: Bench) -> None:
-    run = resumed(bench, BASE, bench.run(BASE))
+    run = resumed(bench, ALONE, bench.run(BASE))
     (run.checkpoint(SHORT_SAVED_STEP) / "manifest.json").unlink()
-    outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
+    outcomes = bench.on_ranks.run(ALONE.ranks, functools.partial(runs.run_worker, str(run.path)))
     assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-unusable"}
 
 
@@ -226,8 +232,8 @@ def test_checkpoint_of_another_model_is_refused_by_name(fields: dict[str, int], 
     from tests.parity.architectures import ARCHITECTURES
 
     config = {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"] | fields}}
-    run = resumed(bench, BASE, bench.run(BASE), config)
-    outcomes = bench.on_ranks.run(2, functools.partial(runs.run_worker, str(run.path)))
+    run = resumed(bench, ALONE, bench.run(BASE), config)
+    outcomes = bench.on_ranks.run(ALONE.ranks, functools.partial(runs.run_worker, str(run.path)))
     assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-of-another-model"}
     assert tensor in outcomes[0]["problem"]["message"]
 
@@ -236,8 +242,8 @@ def test_checkpoint_of_another_model_is_refused_by_name(fields: dict[str, int], 
 def test_more_steps_continue_a_finished_run(bench: Bench) -> None:
     whole = bench.run(BASE)
     longer = {"training": {"max_steps": SHORT + 6}}
-    run = resumed(bench, BASE, whole, longer, step=SHORT)
-    runs.train(bench.on_ranks, run, 2)
+    run = resumed(bench, ALONE, whole, longer, step=SHORT)
+    runs.train(bench.on_ranks, run, ALONE.ranks)
     assert [line[0] for line in numbers(run)] == list(range(1, SHORT + 7))
     assert numbers(run)[:SHORT] == numbers(whole)
     rates = [line[4] for line in numbers(run)[SHORT:]]
@@ -245,7 +251,7 @@ def test_more_steps_continue_a_finished_run(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_checkpoint_weights_initialise_another_run(ranks: int, bench: Bench) -> None:
     """`model.name_or_path: RUN/checkpoint-N`: the first loss is that of the source's next step on the same rows."""
     source = bench.run(BASE)

@@ -72,7 +72,8 @@ def states_of(ranks: list[StreamedRows]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "workers"), [(2, 0), (4, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (4, 0), (1, 3), (2, 1)])]
+    ("ranks", "workers"),
+    [(2, 0), (2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (4, 0), (1, 3), (2, 1), (4, 3)])],
 )
 def test_steps_are_the_same_on_any_number_of_ranks_and_workers(stream: RowStream, ranks: int, workers: int, tmp_path: Path) -> None:
     expected = steps_of(ranks_of(stream, 1, tmp_path), 0, STEPS)
@@ -84,7 +85,7 @@ def test_steps_are_the_same_on_any_number_of_ranks_and_workers(stream: RowStream
 
 @pytest.mark.parametrize(
     ("before", "workers_before", "after", "workers_after"),
-    [(4, 3, 2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0, 4, 0), (4, 0, 1, 3), (2, 1, 4, 0)])],
+    [(2, 2, 4, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 3, 2, 0), (1, 0, 4, 0), (4, 0, 1, 3), (2, 1, 4, 0)])],
 )
 def test_run_goes_on_with_the_next_rows(
     stream: RowStream, before: int, workers_before: int, after: int, workers_after: int, tmp_path: Path

@@ -38,7 +38,7 @@ def mixture(precision: str, rows: int = 3, **model: Any) -> Trace:
 
 @pytest.mark.parametrize(
     ("precision", "dtype", "kernels"),
-    [("no", "fp32", EXPERTS), ("bf16", "bf16", 1), pytest.param("fp16", "fp16", EXPERTS, marks=pytest.mark.slow)],
+    [("bf16", "bf16", 1), *(pytest.param(*each, EXPERTS, marks=pytest.mark.slow) for each in (("no", "fp32"), ("fp16", "fp16")))],
 )
 def test_products_of_experts_are_planned_in_the_dtype_of_the_recipe(precision: str, dtype: str, kernels: int) -> None:
     """CUDA has one kernel for all experts in bf16 alone; else each expert's product is one."""

@@ -181,7 +181,7 @@ def test_few_layers_represent_all(layers: int, sections: dict[str, Any]) -> None
     _same_peaks(spliced, exact)
 
 
-@pytest.mark.parametrize(("ranks", "sets"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "sets"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
 def test_micro_batches_under_ddp_add_up_in_the_buckets_of_a_single_rank(ranks: int, sets: int) -> None:
     """Several ranks skip the sum of all but the last micro-batch (`no_sync`), whose gradients then lie beside the buckets."""
     training = {"gradient_accumulation_steps": 2}
@@ -191,7 +191,9 @@ def test_micro_batches_under_ddp_add_up_in_the_buckets_of_a_single_rank(ranks: i
     assert ranks == 1 or {GROUPS[group] for group in trace.collectives["group"]} == {"world"}
 
 
-@pytest.mark.parametrize(("strategy", "gathers_again"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", False)])
+@pytest.mark.parametrize(
+    ("strategy", "gathers_again"), [("FULL_SHARD", True), pytest.param("SHARD_GRAD_OP", False, marks=pytest.mark.slow)]
+)
 def test_parameters_that_stay_gathered_cost_memory_and_save_gathers(strategy: str, gathers_again: bool) -> None:
     """A micro-batch after the first gathers nothing, or under FULL_SHARD what its forward freed; nothing is gathered after the step."""
     fsdp = {"sharding_strategy": strategy, "reshard_after_backward": False}

@@ -113,10 +113,14 @@ def test_only_crash_leftovers_are_removed(run: RunDir) -> None:
     assert steps(run) == [10]
 
 
+ALONE = Case(ranks=1)
+"""For laws that do not depend on the number of ranks."""
+
+
 def test_run_that_does_not_save_trains_and_leaves_no_checkpoint(bench: Bench) -> None:
-    run = new_run(bench, changes={"training": {"save_steps": 2}})
+    run = new_run(bench, ALONE, changes={"training": {"save_steps": 2}})
     ResumeRequest(saves=False).write(run.resume_json)
-    runs.train(bench.on_ranks, run, 2)
+    runs.train(bench.on_ranks, run, ALONE.ranks)
     assert len(runs.loss_lines(run)) == STEPS
     assert not list(run.path.glob("*checkpoint-*"))
 
@@ -151,22 +155,22 @@ def test_finished_run_keeps_both_its_last_and_its_best_checkpoint(bench: Bench) 
 def test_last_checkpoint_has_the_weights_of_the_last_step_where_the_best_is_another(bench: Bench) -> None:
     """`save_strategy: best` leaves the last step to the end of the run."""
     changes = EVERY_SECOND | BEST_IS_FIRST | {"save_strategy": "best"}
-    run = trained(bench, Case(), {"training": changes | {"max_steps": 4}})
+    run = trained(bench, ALONE, {"training": changes | {"max_steps": 4}})
     assert steps(run) == [4, 2]
     last, best = (runs.saved_parameters(run, step) for step in (4, 2))
     assert not any(torch.equal(last[name], best[name]) for name in last)
-    longer = new_run(bench, Case(), {"training": changes})
+    longer = new_run(bench, ALONE, {"training": changes})
     runs.resume_from(longer, run, 2)
     runs.resume_from(longer, run, 4)
-    runs.train(bench.on_ranks, longer, 2)
+    runs.train(bench.on_ranks, longer, ALONE.ranks)
     assert steps(longer) == [6, 2], "a resumed run knows the best of the run before"
 
 
 @on_devices
 @pytest.mark.ranks
 def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> None:
-    run = new_run(bench, Case(), {"training": EVERY_SECOND | {"metric_for_best_model": "loss", "save_total_limit": 1}})
-    outcomes = bench.on_ranks.run(2, run_recording_rotations, str(run.path))
+    run = new_run(bench, ALONE, {"training": EVERY_SECOND | {"metric_for_best_model": "loss", "save_total_limit": 1}})
+    outcomes = bench.on_ranks.run(ALONE.ranks, run_recording_rotations, str(run.path))
     assert outcomes[0] == [[2], [4], [6]]
 
 

@@ -20,7 +20,7 @@ from fsdp_tune.worker.readback.structure import experts_differences
 from tests.cuda.devices import on_devices
 from tests.model.recipes import recipe_of
 from tests.parity.bench import Bench
-from tests.parity.cases import Case
+from tests.parity.cases import FAST, Case
 from tests.parity.compare import deviation
 from tests.worker.sabotage import SABOTAGE, run_sabotaged
 from tests.worker.short_runs import COMPARED, new_run, short_run
@@ -34,7 +34,8 @@ MEANING: dict[str, tuple[str, list[int], list[str], bool | None]] = {
     "HYBRID_SHARD_ZERO2": ("fsdp2", [2, 2], ["Replicate()", "Shard(dim=0)"], False),
     "NO_SHARD": ("ddp", [], [], None),
 }
-FAST = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+SHARED = {case.strategy: case for case in FAST if case.strategy != "FULL_SHARD"}
+"""Runs of the parity matrix, which others need too."""
 
 
 def meaning_of(document: dict[str, Any]) -> tuple[Any, ...]:
@@ -55,10 +56,11 @@ def test_expected_state_matches_strategy(strategy: str) -> None:
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in MEANING if name not in FAST)])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", *SHARED, pytest.param("HYBRID_SHARD_ZERO2", marks=pytest.mark.slow)])
 def test_live_state_matches_strategy(strategy: str, bench: Bench) -> None:
     ranks = 4 if strategy.startswith("HYBRID") else 2
-    document = document_of(short_run(bench, Case(strategy=strategy, ranks=ranks)))
+    run = bench.run(SHARED[strategy]) if strategy in SHARED else short_run(bench, Case(strategy=strategy, ranks=ranks))
+    document = document_of(run)
     wrapper, mesh, placements, reshards = MEANING[strategy]
     assert meaning_of(document) == (wrapper, [ranks] if mesh == [4] else mesh, placements, reshards)
     units = [tuple(unit["modules"]) for unit in document["units"]]
@@ -78,7 +80,7 @@ def test_hybrid_fsdp1_has_two_replicas_and_follows_the_plain_loop(strategy: str,
 @on_devices
 @pytest.mark.ranks
 def test_prefetch_is_capped_at_unit_count(bench: Bench) -> None:
-    document = document_of(short_run(bench, Case(fsdp=(("forward_prefetch", 9), ("backward_prefetch", 9)))))
+    document = document_of(short_run(bench, Case(ranks=1, fsdp=(("forward_prefetch", 9), ("backward_prefetch", 9)))))
     units = document["prefetching_units"]
     assert (document["forward_prefetch"], document["backward_prefetch"]) == (units - 1, units - 1)
 
@@ -104,7 +106,7 @@ def test_fsdp1_trains_next_to_frozen_parameters_of_the_same_unit_in_bf16(bench: 
 
 @on_devices
 @pytest.mark.ranks
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_readback_reports_the_plugins_actual_fields(offload: bool, bench: Bench) -> None:
     document = document_of(short_run(bench, Case(offload=offload)))
     assert document["plugin"]["fsdp_version"] == 2
@@ -157,7 +159,7 @@ CASES = {
             "stored in bf16": "parameter_dtype: the recipe means 'float32', the run has 'bfloat16'",
             "nothing is frozen": "frozen",
         },
-        Case(recomputation="full", fsdp=(("forward_prefetch", 2), ("backward_prefetch", 2), ("reshard_after_backward", False))),
+        Case(ranks=1, recomputation="full", fsdp=(("forward_prefetch", 2), ("backward_prefetch", 2), ("reshard_after_backward", False))),
         {"model": {"attn_implementation": "eager", "freeze": ["model.embed_tokens.*"]}},
     ),
     "output and layers": Sabotaged(
@@ -167,7 +169,7 @@ CASES = {
             "one layer is no unit": "model.layers.0",
             "every layer recomputed instead of every second": "recomputed_layers",
         },
-        Case(precision="bf16", offload=True, recomputation="full", fsdp=(("activation_checkpointing_every", 2),)),
+        Case(ranks=1, precision="bf16", offload=True, recomputation="full", fsdp=(("activation_checkpointing_every", 2),)),
     ),
     "one rank, no units": Sabotaged(
         {
@@ -180,7 +182,9 @@ CASES = {
     "wrapper": Sabotaged(
         {"plain DDP": "wrapper: the recipe means 'fsdp2', the run has 'ddp'"}, Case(fsdp=(("cpu_ram_efficient_loading", False),))
     ),
-    "optimizer": Sabotaged({"optimizer state in bf16": "optimizer_state_dtype: the recipe means 'float32', the run has 'bfloat16'"}),
+    "optimizer": Sabotaged(
+        {"optimizer state in bf16": "optimizer_state_dtype: the recipe means 'float32', the run has 'bfloat16'"}, Case(ranks=1)
+    ),
 }
 
 
