@@ -30,6 +30,7 @@ FAST = {
     ("qwen3 fp8", "lora"),
     ("llama GPTQ", "lora"),
     ("llama AWQ", "full"),
+    ("llama int4 + int8, zero points, g_idx (compressed-tensors)", "full"),
     ("deepseek_v3 fp8 + layer", "full"),
     ("qwen3_5 + visual + mtp", "lora"),
 }
