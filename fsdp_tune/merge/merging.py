@@ -98,8 +98,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     """
     started, show = time.monotonic(), progress or _no_progress
     selection = _selected(source, options)
-    exports = options.adapter is True
-    settings = _settle(selection, options)
+    exports, settings = options.adapter is True, _settle(selection, options)
     if (merged := _merged_before(selection, settings, options)) is not None:
         return merged
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
