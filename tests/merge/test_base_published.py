@@ -183,6 +183,10 @@ def test_biases_of_zeros_are_dropped_under_an_adapter_of_another_tool(tmp_path: 
     merged = load_file(merge_checkpoint(foreign_adapter(base, tmp_path / "adapter"), options).output / "model.safetensors")
     assert merged.keys() == base.plain.keys() | {name for name in biases if ".self_attn." in name}
     assert not any(name.endswith(".bias") and value.any() for name, value in merged.items())
+    save_file(stored | {name: value + 1 for name, value in biases.items()}, file, {"format": "pt"})
+    with pytest.raises(FailedError, match=r"mlp\.down_proj\.bias` is a bias of a quantised layer"):
+        merge_checkpoint(tmp_path / "adapter", MergeOptions(output=tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
 
 
 def test_adapter_of_conv1d_layers_over_gptq_is_refused_by_name(tmp_path: Path) -> None:

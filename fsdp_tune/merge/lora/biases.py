@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Array, TensorReader, boxes
 from fsdp_tune.merge.load_check import Child
 from fsdp_tune.merge.read.reader import SourceTensor
@@ -15,18 +16,21 @@ from fsdp_tune.merge.read.reader import SourceTensor
 def without_foreign_biases(base: Mapping[str, SourceTensor], folder: Path) -> dict[str, SourceTensor]:
     """Return the tensors of a base without the biases of zeros next to decoded weights that the class of its config.json lacks.
 
-    `folder`: of the base. If its class is not known, nothing is dropped; a bias with other values is left to the comparison with the
-    class (`load_check.compare_parameters`).
+    `folder`: of the base. If its class is not known, nothing is dropped. Raises: FailedError for such a bias with other values.
     """
-    names = [f"{name.removesuffix('weight')}bias" for name, tensor in base.items() if tensor.encoded is not None]
-    scratch = np.empty(BUFFER_BYTES, np.uint8)
-    zero = [name for name in names if name in base and _is_zero(base[name], scratch)]
-    if not zero:
+    owners = [name.removesuffix("weight") for name, tensor in base.items() if tensor.encoded is not None]
+    if not any(f"{owner}bias" in base for owner in owners):
         return dict(base)
     with Child("names", folder) as child:
         answer = child.answer()
     parameters: Mapping[str, object] = {} if isinstance(answer, str) else answer["parameters"]
-    foreign = {name for name in zero if f"{name.removesuffix('bias')}weight" in parameters and name not in parameters}
+    foreign = {f"{owner}bias" for owner in owners if f"{owner}weight" in parameters and f"{owner}bias" not in parameters}
+    scratch = np.empty(BUFFER_BYTES, np.uint8)
+    for name in sorted(foreign & base.keys()):
+        if not _is_zero(base[name], scratch):
+            message = f"its `{name}` is a bias of a quantised layer, which has none in the class of its config.json"
+            hint = "give the same model in 16 bits: `--base MODEL`"
+            raise failed_error("merge-adapter-base", message, where=Where(str(folder)), hint=hint)
     return {name: tensor for name, tensor in base.items() if name not in foreign}
 
 
