@@ -141,6 +141,9 @@ class MergeAnswer(JsonAnswer):
     reason: str
     """Why this checkpoint."""
     dtype: str
+    """Of most parameters."""
+    dtypes: dict[str, int]
+    """Number of tensors of each dtype."""
     files: list[str]
     tensors: int
     parameters: int

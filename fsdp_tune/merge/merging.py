@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +43,8 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """`reason`: why this checkpoint was chosen; `dtype`: torch name of the dtype of most parameters; sizes are bytes of tensors."""
+    """`reason`: why this checkpoint was chosen; `dtype`: torch name of the dtype of most parameters, and `dtypes` the number of tensors
+    of each; sizes are bytes of tensors."""
 
     output: Path
     source: Path | str
@@ -51,6 +52,7 @@ class MergeResult:
     step: int | None
     reason: str
     dtype: str
+    dtypes: dict[str, int]
     files: tuple[str, ...]
     tensors: int
     parameters: int
@@ -76,6 +78,7 @@ class MergeResult:
             step=self.step,
             reason=self.reason,
             dtype=self.dtype,
+            dtypes=self.dtypes,
             files=list(self.files),
             tensors=self.tensors,
             parameters=self.parameters,
@@ -95,8 +98,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     """
     started, show = time.monotonic(), progress or _no_progress
     selection = _selected(source, options)
-    exports = options.adapter is True
-    settings = _settle(selection, options)
+    exports, settings = options.adapter is True, _settle(selection, options)
     if (merged := _merged_before(selection, settings, options)) is not None:
         return merged
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
@@ -137,6 +139,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         step=selection.weights[0].step,
         reason=selection.reason,
         dtype=layout.main_dtype.name,
+        dtypes=_by_frequency(placed.dtype.name for placed in layout.tensors.values()),
         files=tuple(sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())),
         tensors=len(layout.tensors),
         parameters=layout.total_parameters,
@@ -194,6 +197,7 @@ def _merged_before(selection: Selection, settings: MergeSettings, options: Merge
         step=selection.weights[0].step,
         reason=f"{settings.output} has it already",
         dtype=parameters_of.most_common(1)[0][0],
+        dtypes=_by_frequency(each["dtype"] for each in tensors),
         files=tuple(sorted(record["files"])),
         tensors=len(tensors),
         parameters=parameters_of.total(),
@@ -203,6 +207,10 @@ def _merged_before(selection: Selection, settings: MergeSettings, options: Merge
         notices=selection.notices,
         to_quantise=(settings.recipe, settings.max_shard_bytes),
     )
+
+
+def _by_frequency(names: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
 
 
 def _check_base_weights(options: MergeOptions, adapter: Adapter | None) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.encoded import Encoded, StoredType
 from fsdp_tune.core.tensors.encodings import find_encodings, method_of, quantisation_of, settings_of_files
 
@@ -113,6 +114,81 @@ def test_compressed_tensors_packed_in_words() -> None:
     assert torch.equal(found, values.float() * scales.repeat_interleave(32, 1))
 
 
+def in_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack rows of signed integers as `pack_to_int32` of compressed-tensors does, the last word filled up with zero bits."""
+    per_word = 32 // bits
+    values = torch.nn.functional.pad(codes.long() + (1 << bits - 1), (0, -codes.shape[1] % per_word))
+    words = sum(values[:, at::per_word] << (bits * at) for at in range(per_word))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def asymmetric(bits: int, rows: int, groups: int, dtype: torch.dtype, index: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Return a weight [rows, 128] in words with packed zero points, and its values. `index`: group of each column."""
+    limit = 1 << bits - 1
+    codes, zeros = torch.randint(-limit, limit, (rows, 128)), torch.randint(-limit, limit, (rows, groups))
+    scales = torch.rand(rows, groups).to(dtype)
+    stored = {"packed": in_words(codes, bits), "scale": scales, "zero_point": in_words(zeros.T, bits).T.contiguous()}
+    stored["shape"] = torch.tensor(codes.shape)
+    return {f"{W}weight_{part}": tensor for part, tensor in stored.items()}, ((codes - zeros[:, index]) * scales[:, index]).float()
+
+
+CONSECUTIVE = torch.arange(128) // 32
+BY_ACTIVATION = torch.arange(128) % 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bits", "rows"), [(2, 20), (4, 16), (4, 20), (8, 18)])
+@pytest.mark.parametrize("groups", [4, 1])
+def test_packed_zero_points_of_compressed_tensors_are_subtracted(bits: int, rows: int, groups: int, dtype: torch.dtype) -> None:
+    """`PackedQuantizationCompressor.decompress`: zero points are packed along the rows, which need not fill their last word."""
+    tensors, wanted = asymmetric(bits, rows, groups, dtype, CONSECUTIVE % groups)
+    settings = compressed("pack-quantized", num_bits=bits, group_size=128 // groups if groups > 1 else None, symmetric=False)
+    assert torch.equal(whole(tensors, settings), wanted)
+
+
+def test_zero_points_of_older_compressed_tensors_are_not_packed() -> None:
+    codes, zeros = torch.randint(-8, 8, (16, 128)), torch.randint(-8, 8, (16, 4), dtype=torch.int8)
+    tensors = {W + "weight_packed": in_words(codes, 4), W + "weight_scale": torch.rand(16, 4), W + "weight_zero_point": zeros}
+    wanted = (codes - zeros[:, CONSECUTIVE]) * tensors[W + "weight_scale"][:, CONSECUTIVE]
+    assert torch.equal(whole(tensors, INT4), wanted)
+
+
+@pytest.mark.parametrize("index", [BY_ACTIVATION, CONSECUTIVE, torch.full((128,), -1)])
+def test_g_idx_of_compressed_tensors_orders_its_groups(index: torch.Tensor) -> None:
+    """`actorder: group`; where no column was ordered, -1."""
+    tensors, wanted = asymmetric(4, 16, 4, torch.bfloat16, CONSECUTIVE if index[0] < 0 else index)
+    assert torch.equal(whole(tensors | {W + "weight_g_idx": index.int()}, INT4), wanted)
+    codes = torch.randint(-128, 128, (16, 128), dtype=torch.int8)
+    stored = {W + "weight": codes, W + "weight_scale": tensors[W + "weight_scale"].float(), W + "weight_g_idx": index.int()}
+    scales = stored[W + "weight_scale"][:, CONSECUTIVE if index[0] < 0 else index]
+    assert torch.equal(whole(stored, compressed("int-quantized", num_bits=8)), codes * scales)
+
+
+def test_g_idx_of_compressed_tensors_with_groups_of_different_sizes_is_refused_by_name() -> None:
+    tensors, _ = asymmetric(4, 16, 4, torch.float32, CONSECUTIVE)
+    with pytest.raises(FsdpTuneError) as refused:
+        whole(tensors | {W + "weight_g_idx": (CONSECUTIVE // 2).int()}, INT4)
+    assert refused.value.problems[0].code == "model-quantised"
+    assert f"{W}weight_g_idx" in refused.value.problems[0].message
+
+
+def mixed(*groups: dict[str, Any]) -> dict[str, Any]:
+    found = {f"group_{at}": {"targets": ["Linear"], "format": None, **group} for at, group in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": found}
+
+
+FP8_GROUP = {"format": "float-quantized", "weights": {"num_bits": 8, "type": "float"}}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bits_of_a_packed_weight_are_those_whose_groups_fit_its_scales(bits: int) -> None:
+    """Widths of one model may differ; those of fp8 are not of integers."""
+    tensors, wanted = asymmetric(bits, 16, 4, torch.float32, CONSECUTIVE)
+    other = {"format": "pack-quantized", "weights": {"num_bits": 12 - bits, "group_size": 128}}
+    settings = mixed(FP8_GROUP, {"format": "pack-quantized", "weights": {"num_bits": bits, "group_size": 32}}, other)
+    assert torch.equal(whole(tensors, settings), wanted)
+
+
 def test_mxfp4_is_that_of_transformers() -> None:
     blocks, scales = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8), torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
     tensors = {"mlp.experts.down_proj_blocks": blocks, "mlp.experts.down_proj_scales": scales}
@@ -183,7 +259,9 @@ CACHE_ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_ca
 
 
 @pytest.mark.parametrize("settings", [CACHE_ALONE, MODELOPT, {"quant_method": "quark"}, FP8])
-@pytest.mark.parametrize("part", ["k_scale", "k_proj.k_scale", "v_zero_point", "prob_output_scale", "k_proj.input_scale"])
+@pytest.mark.parametrize(
+    "part", ["k_scale", "k_proj.k_scale", "v_zero_point", "prob_output_scale", "k_proj.input_scale", "k_proj.output_zero_point"]
+)
 def test_tensors_that_quantise_a_cache_beside_plain_weights_are_none_of_a_plain_model(settings: dict[str, Any], part: str) -> None:
     attention = "model.layers.0.self_attn."
     tensors = {f"{attention}k_proj.weight": torch.rand(8, 8), f"{attention}{part}": torch.tensor(0.02)}
@@ -207,6 +285,9 @@ PACKED = {W + "weight_packed": torch.zeros(16, 8, dtype=torch.int32), W + "weigh
 BLOCKS = {"e.down_proj_blocks": torch.zeros(2, 6, 3, 16, dtype=torch.uint8), "e.down_proj_scales": torch.zeros(2, 6, 3, dtype=torch.uint8)}
 ONE = {W + "weight": fp8(128, 128), W + "weight_scale_inv": torch.rand(1, 1)}
 INT4 = compressed("pack-quantized", num_bits=4)
+INT8 = {W + "weight": torch.zeros(16, 32, dtype=torch.int8), W + "weight_scale": torch.rand(16, 1)}
+W8 = compressed("int-quantized", num_bits=8)
+MARLIN_24 = compressed("marlin-24", num_bits=4)
 FOUR = {W + "weight": torch.zeros(16, 32, dtype=torch.uint8), W + "weight_scale": fp8(16, 4), W + "weight_scale_2": torch.tensor(0.1)}
 
 
@@ -219,8 +300,16 @@ FOUR = {W + "weight": torch.zeros(16, 32, dtype=torch.uint8), W + "weight_scale"
         (ONE, {"quant_method": "modelopt"}, "weight"),
         ({W + "weight": torch.rand(8, 8), W + "weight_scale_inv": torch.rand(1, 1)}, FP8, "weight_scale_inv"),
         (PACKED, FP8, "weight_packed"),
-        ({**PACKED, W + "weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)}, INT4, "weight_packed"),
-        ({**PACKED, W + "weight_g_idx": torch.zeros(64, dtype=torch.int32)}, INT4, "weight_scale"),
+        ({**PACKED, W + "weight_zero_point": torch.zeros(16, 2, dtype=torch.int32)}, INT4, "weight_packed"),
+        ({**PACKED, W + "weight_zero_point": torch.zeros(16, 1, dtype=torch.int8)}, INT4, "weight_packed"),
+        ({**PACKED, W + "weight_g_idx": torch.zeros(32, dtype=torch.int32)}, INT4, "weight_g_idx"),
+        ({**PACKED, W + "weight_g_idx": torch.zeros(64)}, INT4, "weight_g_idx"),
+        (PACKED, mixed(*({"weights": {"num_bits": bits, "strategy": "group"}} for bits in (4, 8))), "weight_packed"),
+        ({**INT8, W + "weight_zero_point": torch.zeros(2, 1, dtype=torch.int32)}, W8, "weight_zero_point"),
+        ({**INT8, W + "weight_zero_point": torch.zeros(8, 1, dtype=torch.int8)}, W8, "weight_zero_point"),
+        ({**INT8, W + "weight": torch.rand(16, 32)}, W8, "up_proj.weight"),  # calibrated and not compressed
+        (PACKED, compressed("mxfp4-pack-quantized", num_bits=4, type="float"), "weight_scale"),
+        ({W + part: PACKED[W + "weight_packed"] for part in ("weight_packed", "scale_packed", "meta")}, MARLIN_24, "meta"),
         (PACKED, compressed("pack-quantized", num_bits=3), "weight_packed"),
         (PACKED, compressed("marlin-24", num_bits=4), "weight_scale"),
         (FOUR, {}, "up_proj.weight"),
@@ -245,5 +334,8 @@ def test_what_no_rule_reads_is_named(tensors: Tensors, settings: dict[str, Any],
 def test_settings_are_found_where_configs_have_them() -> None:
     assert method_of(quantisation_of({"text_config": {"quantization_config": FP8}})) == "fp8"
     assert method_of(quantisation_of({"compression_config": {"config_groups": {"a": {}}}})) == "compressed-tensors"
+    nested = {"quant_method": "compressed-tensors", "quantization_config": INT4 | {"transform_config": {"config_groups": {"a": {}}}}}
+    assert method_of(quantisation_of({"quantization_config": nested})) == "compressed-tensors with transform_config"
+    assert quantisation_of({"quantization_config": nested})["config_groups"] == INT4["config_groups"]
     assert method_of({"load_in_4bit": True}) == "bitsandbytes"
     assert method_of(quantisation_of({"text_config": SimpleNamespace()})) is None

@@ -172,6 +172,45 @@ def _by_groups(value: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
     return codes, zeros, scales, (scales[index] * (codes - zeros[index]).half()).T.float().contiguous()
 
 
+def _asymmetric(bits: int, size: int) -> Callable[[str, torch.Tensor], tuple[State, torch.Tensor]]:
+    """Return an encoder to packed integers with packed zero points, in groups of `size` inputs that are not next to each other."""
+
+    def words(codes: torch.Tensor) -> torch.Tensor:
+        per_word = 32 // bits
+        found = sum(codes.long()[:, at::per_word] << (bits * at) for at in range(per_word))
+        return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32).contiguous()
+
+    def encode(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+        limit, index = 1 << bits, torch.randperm(value.shape[1]) % (value.shape[1] // size)
+        scales, zeros = (
+            torch.rand(len(value), value.shape[1] // size) / limit + 0.01,
+            torch.randint(limit, (len(value), int(index.max()) + 1)),
+        )
+        codes = (value / scales[:, index] + zeros[:, index]).round().clamp(0, limit - 1)
+        parts = {"packed": words(codes), "scale": scales, "zero_point": words(zeros.T).T.contiguous(), "g_idx": index.int()}
+        return {f"{name}_{part}": stored for part, stored in parts.items()}, (codes - zeros[:, index]) * scales[:, index]
+
+    return encode
+
+
+def _int4_and_int8(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
+    return _asymmetric(4, 32)(name, value) if "self_attn" in name else _asymmetric(8, 64)(name, value)
+
+
+INT4_AND_INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        f"group_{bits}": {
+            "targets": [targets],
+            "format": "pack-quantized",
+            "weights": {"num_bits": bits, "type": "int", "symmetric": False, "strategy": "group", "group_size": size, "actorder": "group"},
+        }
+        for bits, size, targets in ((4, 32, "re:.*self_attn.*"), (8, 64, "re:.*mlp.*"))
+    },
+}
+
+
 def _gptq(name: str, value: torch.Tensor) -> tuple[State, torch.Tensor]:
     """Return the tensors of GPTQ with `desc_act`: groups of inputs that are not next to each other, and zero points less one."""
     index = torch.randperm(value.shape[1]) % (value.shape[1] // 32)
@@ -291,6 +330,9 @@ LAYOUTS: dict[str, Callable[[Path], Base]] = {
     ),
     "llama int4 (compressed-tensors)": lambda folder: _quantised(
         _save(folder, "llama", **TEXT), _int4, _compressed("pack-quantized", num_bits=4, type="int", group_size=32)
+    ),
+    "llama int4 + int8, zero points, g_idx (compressed-tensors)": lambda folder: _quantised(
+        _save(folder, "llama", **TEXT), _int4_and_int8, INT4_AND_INT8
     ),
     "llama GPTQ": lambda folder: _quantised(_save(folder, "llama", **TEXT), _gptq, GPTQ),
     "llama AWQ": lambda folder: _quantised(_save(folder, "llama", **TEXT), _awq, AWQ),

@@ -30,6 +30,7 @@ FAST = {
     ("qwen3 fp8", "lora"),
     ("llama GPTQ", "lora"),
     ("llama AWQ", "full"),
+    ("llama int4 + int8, zero points, g_idx (compressed-tensors)", "full"),
     ("deepseek_v3 fp8 + layer", "full"),
     ("qwen3_5 + visual + mtp", "lora"),
 }
@@ -166,6 +167,26 @@ def test_adapter_of_another_tool_over_a_quantised_base_becomes_a_plain_model_wit
     assert written["text_config"].keys() == {"hidden_size", "dtype", "torch_dtype"} & written["text_config"].keys()
     assert load_file(merged.output / "model.safetensors").keys() == base.plain.keys()
     assert [f"{dropped} tensors" in n.message for n in merged.notices if n.code == "base-calibration-dropped"] == [True] * (dropped > 0)
+
+
+@pytest.mark.slow
+def test_biases_of_zeros_are_dropped_under_an_adapter_of_another_tool(tmp_path: Path) -> None:
+    """Those that the class has are kept: the query projections of this one have biases, and they are zero."""
+    base = LAYOUTS["llama GPTQ"](tmp_path / "base")
+    file, settings = base.folder / "model.safetensors", base.folder / "config.json"
+    stored = load_file(file)
+    codes = {name.removesuffix("qweight"): value for name, value in stored.items() if name.endswith(".qweight")}
+    biases = {f"{owner}bias": torch.zeros(value.shape[1]).half() for owner, value in codes.items()}
+    save_file(stored | biases, file, {"format": "pt"})
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"attention_bias": True}))
+    options = MergeOptions(output=tmp_path / "out")
+    merged = load_file(merge_checkpoint(foreign_adapter(base, tmp_path / "adapter"), options).output / "model.safetensors")
+    assert merged.keys() == base.plain.keys() | {name for name in biases if ".self_attn." in name}
+    assert not any(name.endswith(".bias") and value.any() for name, value in merged.items())
+    save_file(stored | {name: value + 1 for name, value in biases.items()}, file, {"format": "pt"})
+    with pytest.raises(FailedError, match=r"mlp\.down_proj\.bias` is a bias of a quantised layer"):
+        merge_checkpoint(tmp_path / "adapter", MergeOptions(output=tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
 
 
 def test_adapter_of_conv1d_layers_over_gptq_is_refused_by_name(tmp_path: Path) -> None:

@@ -40,8 +40,16 @@ def test_json_is_one_document_and_messages_go_to_stderr(run):
     document = json.loads(result.stdout)
     assert document["merged"] == str(run / "merged")
     assert (document["step"], document["dtype"], document["tensors"], document["verified"]) == (5, "bfloat16", 1, "quick")
+    assert document["dtypes"] == {"bfloat16": 1}
     assert set(document["files"]) == {"README.md", "merge.json", "model.safetensors"}
     assert document["notices"][0]["code"] == "merge-bare"
+
+
+def test_json_counts_the_tensors_of_each_dtype(tmp_path):
+    state = {"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4), "position": torch.arange(64)}
+    document = json.loads(invoke(make_run(tmp_path / "run", {5: state}), "--json", "--dtype", "bf16").stdout)
+    assert document["dtype"] == "bfloat16"
+    assert document["dtypes"] == {"bfloat16": 2, "int64": 1}
 
 
 def test_errors_are_in_the_document_with_their_exit_code(run, tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.migrate.tool_keys import FILE
+from fsdp_tune.migrate.tools.llama_factory import LINE_ENDS
 
 SOURCES = {
     "axolotl": ("utils/schemas/*.py",),
@@ -86,6 +87,21 @@ def differences(tool: str, table: dict[str, Any], found: dict[str, Any]) -> list
     return new + [f"the default of {tool}'s `{key}` is {found[key]!r}, in the table {table[key]!r}" for key in other]
 
 
+def line_ends(package: Path) -> set[str]:
+    """Return LLaMA-Factory's templates that end an answer with white space after the token that ends the turn."""
+    tree = ast.parse((package / "data" / "template.py").read_text(encoding="utf-8"))
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call) and ast.unparse(each.func) == "register_template"]
+    fields = [{str(each.arg): each.value for each in call.keywords} for call in calls]
+    return {ast.literal_eval(each["name"]) for each in fields if "format_assistant" in each and _ends_line(each["format_assistant"])}
+
+
+def _ends_line(formatter: ast.expr) -> bool:
+    assert isinstance(formatter, ast.Call)
+    slots: list[Any] = ast.literal_eval(next(each.value for each in formatter.keywords if each.arg == "slots"))
+    text = "".join(each if isinstance(each, str) else "<eos>" for each in slots)
+    return text != text.rstrip() and not text.rstrip().endswith("{{content}}")
+
+
 def main(arguments: list[str]) -> int:
     """Update the tables of the named tools, or check them. Returns the exit code."""
     tables: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
@@ -95,6 +111,8 @@ def main(arguments: list[str]) -> int:
         if not found:
             lines.append(f"{directory} has no schema of {name}: {', '.join(SOURCES[name])}")
         lines += differences(name, tables.get(name, {}), found)
+        if name == "LLaMA-Factory" and (Path(directory) / "data" / "template.py").exists():
+            lines += [f"{name}'s template `{each}` ends answers with a line end" for each in sorted(line_ends(Path(directory)) - LINE_ENDS)]
         tables[name] = dict(sorted({**tables.get(name, {}), **found}.items()))
     if "--check" in arguments:
         sys.stderr.writelines(f"{line}\n" for line in lines)

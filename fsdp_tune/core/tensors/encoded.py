@@ -1,9 +1,9 @@
 """A quantised weight of files: the tensors that it is decoded from, by a rule, and the arithmetic of each rule.
 
 `scaled`: codes in fp8 or int8, times the scale of their block, row or tensor (DeepSeek, Qwen FP8, MXFP8; compressed-tensors
-`float-quantized`, `int-quantized`, `naive-quantized`). `packed`: integers of 4 or 8 bits in words of 32, times the scale of their
-group (compressed-tensors `pack-quantized`). `fp4`: two values of 4 bits a byte, times the scale of their group (experts of DeepSeek
-V4). `nvfp4`: the same with scales in fp8, which have a scale of the tensor (NVIDIA's ModelOpt; compressed-tensors
+`float-quantized`, `int-quantized`, `naive-quantized`). `packed`: integers of 2, 4 or 8 bits in words of 32, less the zero point of
+their group, times its scale (compressed-tensors `pack-quantized`). `fp4`: two values of 4 bits a byte, times the scale of their group
+(experts of DeepSeek V4). `nvfp4`: the same with scales in fp8, which have a scale of the tensor (NVIDIA's ModelOpt; compressed-tensors
 `nvfp4-pack-quantized`). `mxfp4`: stacks of experts, times a power of two for each 32 (gpt-oss). `gptq`, `awq`: integers in words of 32
 with zero points, [in, out], by groups of inputs. Pure, in numpy: ranks and merges decode the same values.
 """
@@ -30,6 +30,7 @@ _BIAS_OF_EXPONENT = 127
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _ORDER_OF_AWQ = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Position in a word of AWQ, in units of four bits, of each of eight consecutive outputs."""
+_HINT_OF_GROUPS = "download or copy the files again, or name the model in 16 bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Encoded:
     adds_one: bool = False
     """Add one to the stored zero points (`gptq`)."""
     groups: str | None = None
-    """Group of each input, [in]; without it, groups are of consecutive inputs (`gptq`)."""
+    """Group of each input, [in]; without it, groups are of consecutive inputs."""
     rounds_to_scales: bool = False
     """Round the product to the type of the scales, as compressed-tensors does (`_dequantize`)."""
     unused: tuple[str, ...] = ()
@@ -126,7 +127,7 @@ class Encoded:
     ) -> Array:
         """Return a box of the weight in fp32. `codes`: those of `box_of_codes`, of `codes_dtype`; the other tensors in full.
 
-        Raises: usage error for a `g_idx` with groups that have no scales.
+        Raises: usage error for a `g_idx` with groups that have no scales, or that are of different sizes (`packed`, `scaled`).
         """
         if self.is_read_in_full:
             assert zero_points is not None
@@ -139,9 +140,12 @@ class Encoded:
             values = values[..., skipped : skipped + sizes[-1]]
         else:
             values = _as_float(codes)
-        index = np.ix_(*(np.arange(at, at + size) // step for at, size, step in zip(start, sizes, self.block, strict=True)))
+        by_dimension = [np.arange(at, at + size) // step for at, size, step in zip(start, sizes, self.block, strict=True)]
+        if groups is not None:
+            by_dimension[-1] = self._ordered_groups(groups)[start[-1] : start[-1] + sizes[-1]]
+        index = np.ix_(*by_dimension)
         if zero_points is not None:
-            values = values - _grid(zero_points, self.shape)[index].astype(np.float32)
+            values = values - _grid(self._zeros(zero_points), self.shape)[index].astype(np.float32)
         factors = _as_scales(_grid(scales, self.shape)[index])
         if tensor_scale is not None:
             of_tensor = _as_scales(tensor_scale).reshape(())
@@ -150,6 +154,25 @@ class Encoded:
 
     def _rounded(self, product: Array, scales: Array) -> Array:
         return product.astype(scales.dtype).astype(np.float32) if self.rounds_to_scales and scales.dtype.itemsize == 2 else product
+
+    def _zeros(self, stored: Array) -> Array:
+        """Return zero points in the shape of the scales: `pack-quantized` packs those of a column of them in words, as it does codes."""
+        if stored.dtype != np.int32:
+            return stored
+        return _unpacked(np.ascontiguousarray(stored.T), self.bits).T[: self.shape[0]]
+
+    def _ordered_groups(self, groups: Array) -> Array:
+        """Return the group of each input (`_process_group` of compressed-tensors: -1 means that the order was not used).
+
+        Raises: usage error for groups of different sizes, which its sort would take apart.
+        """
+        consecutive = np.arange(self.shape[1]) // self.block[1]
+        if (groups == -1).any():
+            return consecutive
+        if not np.array_equal(np.sort(groups), consecutive):
+            message = f"`{self.groups}` does not have {self.block[1]} inputs in each of {consecutive[-1] + 1} groups"
+            raise usage_error("model-quantised", message, hint=_HINT_OF_GROUPS)
+        return groups
 
     def _decode_by_inputs(
         self, start: Sequence[int], sizes: Sequence[int], codes: Array, scales: Array, zero_points: Array, groups: Array | None
@@ -175,7 +198,7 @@ class Encoded:
             return np.arange(inputs) // self.block[1]
         if is_unfilled or groups.min() < 0 or groups.max() >= count:
             message = f"`{self.groups}` has groups from {groups.min()} to {groups.max()}, and there are scales for {count}"
-            raise usage_error("model-quantised", message, hint="download or copy the files again, or name the model in 16 bits")
+            raise usage_error("model-quantised", message, hint=_HINT_OF_GROUPS)
         return groups
 
     def _from_words(self, words: Array, part: slice) -> Array:

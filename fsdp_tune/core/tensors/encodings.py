@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from fsdp_tune.core.errors import Notice, Where
-from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
+from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Shape
 from fsdp_tune.core.tensors.encoded import FLOATS, MXFP4_BLOCK, Encoded, StoredType, Unread, blocks_of
 from fsdp_tune.core.tensors.gptq import AWQ, GPTQ, format_of, of_awq, of_gptq
 from fsdp_tune.core.values import as_list, as_mapping
@@ -24,8 +24,11 @@ _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALES = (*FLOATS, "F8_E8M0", "U8")
 _FP8_SCALES = ("{}_scale_inv", "{}scale", "{}qscale_weight")
 """Names of the scales of a weight `X.weight`, of which the last two replace the last part (DeepSeek V4, Mistral Large 4)."""
-_UNUSED = ("activation_scale", "input_scale", "output_scale", "qscale_act", "input_zero_point", "input_global_scale")
-"""Parts next to a weight that quantise its input: training computes with inputs as they are."""
+_UNUSED = (
+    *("activation_scale", "qscale_act"),
+    *(f"{side}_{part}" for side in ("input", "output") for part in ("scale", "zero_point", "global_scale")),
+)
+"""Parts next to a weight that quantise its input or output: training computes with these as they are."""
 _OF_CACHE = tuple(f"{part}_{end}" for part in ("k", "v", "q", "kv") for end in ("scale", "zero_point", "global_scale"))
 _OF_ACTIVATIONS = frozenset({*_UNUSED, *_OF_CACHE, "prob_scale", "prob_output_scale"})
 """Last parts of names of tensors that quantise what layers compute: inputs, outputs, queries and the cache of keys and values."""
@@ -69,7 +72,8 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in SETTINGS:
         found = config.get(key)
         if isinstance(found, dict) and found:
-            return cast("dict[str, Any]", found)
+            settings = cast("dict[str, Any]", found)
+            return {**settings, **as_mapping(settings.get(SETTINGS[0]))}  # older compressed-tensors nested them once more
     nested = (quantisation_of(as_mapping(value)) for key, value in config.items() if key.endswith("_config"))
     return next(filter(None, nested), dict[str, Any]())
 
@@ -218,6 +222,8 @@ def _scaled(
     blocks = blocks_of(stored.shape, tensors[scales].shape, block)
     if blocks is None:
         return Unread(name, f"is {list(stored.shape)}, and its scales {list(tensors[scales].shape)} fit no blocks of it")
+    if zeros is not None and (tensors[zeros].dtype not in (*_CODES, *FLOATS) or tensors[zeros].shape != tensors[scales].shape):
+        return Unread(zeros, f"({tensors[zeros].dtype} {list(tensors[zeros].shape)}) does not fit scales {list(tensors[scales].shape)}")
     owner = name.removesuffix("weight")
     unused = _unused(tensors, owner) if owner != name else ()
     unused += tuple(f"{name}{end}" for end in ("_activation_scale", "_input_scale") if f"{name}{end}" in tensors)
@@ -243,7 +249,6 @@ def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
     groups = [as_mapping(each) for each in as_mapping(settings.get("config_groups")).values()]
     weights = [as_mapping(group.get("weights")) for group in groups]
     formats = {str(each) for each in (settings.get("format"), *(group.get("format") for group in groups)) if each}
-    bits = {each.get("num_bits") for each in weights}
     structures = [as_list(each.get("block_structure")) for each in weights]
     structure = cast("list[int]", next((each for each in structures if each), list[object]()))
     is_known = formats <= {*_COMPRESSED_FORMATS}
@@ -253,31 +258,69 @@ def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
         present = {part: name for part, name in parts.items() if name in tensors}
         if is_known and {"_packed", "_global_scale"} <= present.keys():
             yield _of_nvfp4(tensors, owner, present["_packed"], present["_global_scale"], divides=True)
-        elif not is_known or "_g_idx" in present or "_global_scale" in present:
+        elif not is_known or "_global_scale" in present:
             yield Unread(scales, f"belongs to a weight in the format {', '.join(sorted(formats)) or 'unknown'}, which no rule reads")
         elif "_packed" in present:
-            yield _packed(tensors, owner, present, bits)
+            yield _with_groups(tensors, _packed(tensors, owner, present, groups), present)
         elif f"{owner}weight" in tensors:
-            yield _scaled(tensors, f"{owner}weight", scales, structure, rounds=True, zeros=present.get("_zero_point"))
+            found = _scaled(tensors, f"{owner}weight", scales, structure, rounds=True, zeros=present.get("_zero_point"))
+            yield _with_groups(tensors, found, present)
 
 
-def _packed(tensors: Mapping[str, StoredType], owner: str, present: Mapping[str, str], bits: set[Any]) -> Encoded | Unread:
-    codes, scales = present["_packed"], f"{owner}weight_scale"
-    words, width = tensors[codes], next(iter(bits)) if len(bits) == 1 else None
-    if width not in (4, 8) or words.dtype != "I32" or len(words.shape) != 2 or tensors[scales].dtype not in FLOATS:
-        return Unread(
-            codes, f"({words.dtype}) holds integers of {sorted(map(str, bits))} bits, and 4 or 8 are read, of one width in a model"
-        )
-    if "_zero_point" in present:
-        return Unread(codes, "holds integers with packed zero points (`symmetric: false`), which no rule reads")
+def _packed(
+    tensors: Mapping[str, StoredType], owner: str, present: Mapping[str, str], groups: Sequence[Mapping[str, Any]]
+) -> Encoded | Unread:
+    codes, scales, zeros = present["_packed"], f"{owner}weight_scale", present.get("_zero_point")
+    words, of_scales = tensors[codes], tensors[scales]
+    is_matrix = words.dtype == "I32" and len(words.shape) == 2 and of_scales.dtype in FLOATS
+    widths = _widths(groups, words.shape[-1], of_scales.shape) if is_matrix else set[Any]()
+    width = next(iter(widths)) if len(widths) == 1 else None
+    if width not in (2, 4, 8):
+        found = f"{' or '.join(sorted(map(str, widths))) or 'an unknown number of'} bits with scales in {of_scales.dtype}"
+        return Unread(codes, f"({words.dtype} {list(words.shape)}) holds integers of {found}, and matrices of 2, 4 or 8 are read")
     shape = (words.shape[0], words.shape[1] * 32 // width)
-    blocks = blocks_of(shape, tensors[scales].shape, ())
+    blocks = blocks_of(shape, of_scales.shape, ())
     if blocks is None:
-        return Unread(codes, f"holds {list(shape)} values, and its scales {list(tensors[scales].shape)} fit no groups of them")
+        return Unread(codes, f"holds {list(shape)} values, and its scales {list(of_scales.shape)} fit no groups of them")
+    as_codes = StoredType("I32", (-(-shape[0] * width // 32), *of_scales.shape[1:]))  # since compressed-tensors 0.10
+    if zeros is not None and tensors[zeros] not in (as_codes, StoredType("I8", of_scales.shape)):
+        return Unread(codes, f"has zero points {tensors[zeros].dtype} {list(tensors[zeros].shape)} for scales {list(of_scales.shape)}")
     unused = (present["_shape"],) if "_shape" in present else ()
     unused += _unused(tensors, owner)
     name = f"{owner}weight"
-    return Encoded(name, shape, "packed", codes, words.shape, "I32", scales, block=blocks, bits=width, rounds_to_scales=True, unused=unused)
+    return Encoded(
+        name, shape, "packed", codes, words.shape, "I32", scales, zeros, block=blocks, bits=width, rounds_to_scales=True, unused=unused
+    )
+
+
+def _widths(groups: Sequence[Mapping[str, Any]], words: int, scales: Shape) -> set[Any]:
+    """Return the bits that a packed weight can have: those of all groups of config.json that store integers, if they agree, and else of
+    those whose `group_size` fits its scales."""
+    of_integers = [as_mapping(group.get("weights")) for group in groups if group.get("format") in (None, "pack-quantized")]
+    of_integers = [each for each in of_integers if each.get("num_bits") and (each.get("type") or "int") == "int"]
+    widths = {each["num_bits"] for each in of_integers}
+    if len(widths) < 2:
+        return widths
+    return {each["num_bits"] for each in of_integers if _fits_groups(each, words, scales)}
+
+
+def _fits_groups(weights: Mapping[str, Any], words: int, scales: Shape) -> bool:
+    bits: Any = weights["num_bits"]
+    size: Any = weights.get("group_size")
+    columns = words * 32 // bits
+    if not isinstance(size, int) or size <= 0:
+        size = columns
+    return len(scales) == 2 and scales[-1] * size == columns
+
+
+def _with_groups(tensors: Mapping[str, StoredType], found: Encoded | Unread, present: Mapping[str, str]) -> Encoded | Unread:
+    """Return a weight of compressed-tensors with its `weight_g_idx`, the group of each input (`actorder: group`)."""
+    index = present.get("_g_idx")
+    if isinstance(found, Unread) or index is None:
+        return found
+    if tensors[index] != StoredType("I32", found.shape[1:]) or len(found.block) != 2 or found.block[0] != 1:
+        return Unread(index, f"({tensors[index].dtype} {list(tensors[index].shape)}) orders no groups of {list(found.shape)}")
+    return replace(found, groups=index)
 
 
 def _of_nvfp4(tensors: Mapping[str, StoredType], owner: str, codes: str, tensor_scale: str, *, divides: bool) -> Encoded | Unread:

@@ -28,6 +28,7 @@ from fsdp_tune.core.tensors.file_formats import (
     unwrapped,
 )
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
+from fsdp_tune.merge.lora.biases import without_foreign_biases
 from fsdp_tune.merge.lora.config import AdapterConfig, derive_config, find_config
 from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.read.base import read_base, record_of_base, without_others
@@ -180,7 +181,11 @@ def _merge(
             if companions.config is not None:
                 companions = replace(companions, config=with_changes(companions.config, of_adapter.config_changes))
         of_base = read_base(stack, base)
-        below, renamed = _with_names_of_model(without_others(of_base, record_of_base(selection)), _layout_of(selection))
+        record_of_tensors = record_of_base(selection)
+        of_model = without_others(of_base, record_of_tensors)
+        if not record_of_tensors.counts:  # of another tool
+            of_model = without_foreign_biases(of_model, base)
+        below, renamed = _with_names_of_model(of_model, _layout_of(selection))
         notices += dropped_notices(of_base.of_activations, Where(str(base))) if selection.run is None else ()  # a run has reported it
         if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
             below |= _in_4_bits(below, trained, base)

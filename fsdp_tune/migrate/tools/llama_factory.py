@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 from fsdp_tune.core.values import as_mapping, is_list
@@ -27,6 +28,7 @@ from fsdp_tune.migrate.rules import (
     in_source,
     is_on,
     off_or,
+    outcome_of,
     renamed,
     same,
     switch,
@@ -52,6 +54,29 @@ _COLUMNS = {
 """Contents of a column in LLaMA-Factory, and the name of that column here."""
 _JOINED = "; a row's `input` follows its `instruction` after an empty line here, after one line end there"
 """`"\\n".join(query)` in its data/converter.py. Alpaca's own prompt has an empty line."""
+
+LINE_ENDS = frozenset(
+    (
+        *("alpaca", "chatml", "chatml_de", "cpm4", "dbrx", "deepseekcoder", "default", "ernie", "exaone"),
+        *("falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4n", "granite3"),
+        *("granite4", "intern2", "intern_s1", "intern_vl", "keye_vl", "lfm2", "lfm2_vl"),
+        *("llava_next_qwen", "llava_next_video_yi", "llava_next_yi", "mimo", "mimo_v2", "mimo_vl"),
+        *("minicpm_o", "minicpm_v", "minicpm_v_4_6", "minimax1", "minimax2", "moss_vl", "opencoder"),
+        *("paligemma_chat", "phi", "phi_small", "qwen", "qwen2_audio", "qwen2_omni", "qwen2_vl", "qwen3"),
+        *("qwen3_5", "qwen3_5_nothink", "qwen3_6", "qwen3_nothink", "qwen3_omni", "qwen3_omni_nothink"),
+        *("qwen3_vl", "qwen3_vl_nothink", "sailor", "smollm", "smollm2", "starchat", "yi", "youtu_vl", "yuan"),
+    )
+)
+"""Templates that end an answer with white space after the token that ends the turn (`format_assistant` in its data/template.py,
+2026-08); `python -m tests.migrate.tool_keys --check` finds new ones."""
+_LINE_END = (
+    "LLaMA-Factory also trains the line end that its template writes after the last token of an answer; here it is context, "
+    "which only labels of your own train (`format: tokenized`)"
+)
+_OF_TOKENIZER = (
+    "Without `template`, LLaMA-Factory also trains white space that the tokenizer's template writes after the last token of an answer, "
+    "as ChatML does; here it is context"
+)
 
 
 def include_info(ledger: Ledger, directory: FilePath) -> None:
@@ -194,9 +219,24 @@ _ENTRY: Rules = {
 # ---- Keys of the file
 
 
+def _trains_all(key: FileKey) -> bool:
+    return is_on(key.of_file("train_on_prompt") or False)
+
+
+def _template(key: FileKey) -> Outcome:
+    found = unless_pretraining(chat_template, "stage", "`stage: pt` renders no template")
+    outcome = outcome_of(found, key)
+    if str(key.value) not in LINE_ENDS or _trains_all(key):
+        return outcome
+    if isinstance(outcome, Ask):
+        return replace(outcome, words=f"{outcome.words}. {_LINE_END}")
+    return replace(outcome, reason=_LINE_END) if isinstance(outcome, Write) else outcome
+
+
 def _stage(key: FileKey) -> Outcome:
     if key.value != "pt":
-        return Drop("supervised fine-tuning is what `train` does")
+        words = "supervised fine-tuning is what `train` does"
+        return Drop(words if key.of_file("template") or _trains_all(key) else f"{words}. {_OF_TOKENIZER}")
     found: list[Step] = [Write({"data.loss_on": "all"}, "pre-training: every token is trained")]
     origin = f"default of {LLAMA_FACTORY} for `stage: pt`"
     if (packing := key.of_file("packing")) is None:
@@ -244,7 +284,7 @@ RULES: Rules = {
     "dataset": _listed_datasets(TRAIN),
     "eval_dataset": _listed_datasets(("data", "eval")),
     "dataset_dir": Drop(f"the files of `{INFO}` are written with their paths"),
-    "template": unless_pretraining(chat_template, "stage", "`stage: pt` renders no template"),
+    "template": _template,
     "neat_packing": implies({"data.packing": True}, "examples in one row never see each other"),
     "max_samples": _rows_of_each,
     "cutoff_len": lambda key: Write({"data.max_length": key.value}, _CUT),

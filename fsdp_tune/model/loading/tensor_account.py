@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.families import LAYERS, part_of
+from fsdp_tune.core.tensors.dtypes import Shape
 from fsdp_tune.core.tensors.encoded import StoredType, Unread
 from fsdp_tune.core.tensors.encodings import BITSANDBYTES, Encodings, find_encodings, method_of
 from fsdp_tune.model.adapters.lora import name_in_base
@@ -105,7 +106,8 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     state = parameters_of(model)
     of_weights = encodings.of_weights
     stored_names = [name for name in base.types if name not in of_weights and name not in unread]
-    in_model = names_in_model(model, [*stored_names, *encodings.weights], state)
+    shapes = {name: base.types[name].shape for name in stored_names} | {name: each.shape for name, each in encodings.weights.items()}
+    in_model = _same_names(shapes, state) or names_in_model(model, shapes, state)
     parameters = {name: found.name for name, found in in_model.items() if found.name in state}
     dropped = {name for name in encodings.of_activations if name not in parameters}  # a class may have a parameter of such a name
     plain = {name: base.types[name] for name in stored_names if name not in dropped}
@@ -130,9 +132,9 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     lost = _not_zero(sorted(name for name in biases if fates[name] == "dropped"), base.files)
     problems += unread_problems([*of_other_types, *lost, *_of_conv1d(model, encodings, parameters)], base.files)
     if not problems:  # else they may be what is missing
-        shapes = {name: stored.shape for name, stored in plain.items()} | {name: each.shape for name, each in encodings.weights.items()}
+        compared = {name: shapes[name] for name in (*plain, *encodings.weights)}
         sources = {
-            name: TensorSource((in_model[name].name, *in_model[name].others), shapes.get(name), in_model[name].is_converted)
+            name: TensorSource((in_model[name].name, *in_model[name].others), compared.get(name), in_model[name].is_converted)
             for name in parameters
         }
         problems += unfilled_problems(recipe, model, state, sources, base.files)
@@ -151,6 +153,15 @@ def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     persistent -= {f"{name}.{part}" for name in layers for part in (NF4_PACKED, NF4_SCALES)}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False), *weights.items()]
     return {own: tensor for name, tensor in tensors if (name in persistent or name in weights) and (own := name_in_base(str(name)))}
+
+
+def _same_names(shapes: Mapping[str, Shape], state: Mapping[str, torch.Tensor]) -> dict[str, InModel] | None:
+    """Return the names of files that have exactly the parameters of the model; None if they have others, which transformers may rename.
+
+    Its table of all renamings takes a tenth of a second to build in each process.
+    """
+    is_same = shapes.keys() == state.keys() and all(tuple(state[name].shape) == shape for name, shape in shapes.items())
+    return {name: InModel(name, is_converted=False) for name in shapes} if is_same else None
 
 
 def names_in_model(

@@ -1,0 +1,42 @@
+"""Drop the biases of zeros that old AutoGPTQ wrote next to the codes of every layer, also of those that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_tune.core.errors import Where, failed_error
+from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Array, TensorReader, boxes
+from fsdp_tune.merge.load_check import Child
+from fsdp_tune.merge.read.reader import SourceTensor
+
+
+def without_foreign_biases(base: Mapping[str, SourceTensor], folder: Path) -> dict[str, SourceTensor]:
+    """Return the tensors of a base without the biases of zeros next to decoded weights that the class of its config.json lacks.
+
+    `folder`: of the base. If its class is not known, nothing is dropped. Raises: FailedError for such a bias with other values.
+    """
+    owners = [name.removesuffix("weight") for name, tensor in base.items() if tensor.encoded is not None]
+    if not any(f"{owner}bias" in base for owner in owners):
+        return dict(base)
+    with Child("names", folder) as child:
+        answer = child.answer()
+    parameters: Mapping[str, object] = {} if isinstance(answer, str) else answer["parameters"]
+    foreign = {f"{owner}bias" for owner in owners if f"{owner}weight" in parameters and f"{owner}bias" not in parameters}
+    scratch = np.empty(BUFFER_BYTES, np.uint8)
+    for name in sorted(foreign & base.keys()):
+        if not _is_zero(base[name], scratch):
+            message = f"its `{name}` is a bias of a quantised layer, which has none in the class of its config.json"
+            hint = "give the same model in 16 bits: `--base MODEL`"
+            raise failed_error("merge-adapter-base", message, where=Where(str(folder)), hint=hint)
+    return {name: tensor for name, tensor in base.items() if name not in foreign}
+
+
+def _is_zero(tensor: SourceTensor, scratch: Array) -> bool:
+    reader, values = TensorReader(tensor, scratch), np.empty(tensor.elements, tensor.dtype.numpy)
+    for box in boxes(tensor.shape, BUFFER_BYTES // tensor.dtype.item_bytes):
+        reader.read(box, values[box.first : box.first + box.elements])
+    reader.finish()
+    return not values.any()
