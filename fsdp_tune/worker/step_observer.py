@@ -6,10 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from fsdp_tune.worker.trainer import FsdpTrainer
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +61,8 @@ class RankTimes:
 class StepObserver(Protocol):
     """`attach` and `facts` do nothing: override what is needed. The trainer calls the Trainer's events of one that is a callback too."""
 
-    def attach(self, trainer: FsdpTrainer) -> None:
-        """Receive the trainer, before the first step."""
+    def attach(self, trainer: Any) -> None:
+        """Receive the `FsdpTrainer`, before the first step. Its module imports this one, so its type is in the overriding methods."""
 
     def facts(self, step: LoggedStep) -> Mapping[str, object]:
         """Return fields of the line of a step that has ended. All ranks call it in the same order, so it may be collective."""

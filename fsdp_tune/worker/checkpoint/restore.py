@@ -21,7 +21,7 @@ from fsdp_tune.run.directory import Checkpoint, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, damage, mark_damaged, read_manifest
 from fsdp_tune.worker.agreement import from_rank0, gather
 from fsdp_tune.worker.checkpoint.exchange import RANK_FILES, WAYS_OUT, rank_file
-from fsdp_tune.worker.checkpoint.state import Live, OwnState, RankState, load_model, load_optimizer, seed_for_rank, set_rng_state
+from fsdp_tune.worker.checkpoint.state import Live, OwnState, RankFile, load_model, load_optimizer, seed_for_rank, set_rng_state
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -88,7 +88,7 @@ def restore_optimizer(live: Live, checkpoint: str) -> None:
     load_optimizer(live, Path(checkpoint))
 
 
-def _read_rank(checkpoint: str, name: str) -> RankState:
+def _read_rank(checkpoint: str, name: str) -> RankFile:
     """Return what a rank's own file holds, which cannot run code."""
     return torch.load(Path(checkpoint) / name, weights_only=True)
 

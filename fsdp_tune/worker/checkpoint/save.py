@@ -41,7 +41,7 @@ from fsdp_tune.run.rotation import rotate
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, refuse_one_directory, shared_small_files
-from fsdp_tune.worker.checkpoint.state import Live, OwnState, RankState
+from fsdp_tune.worker.checkpoint.state import Live, OwnState, RankFile
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
@@ -58,7 +58,7 @@ class Snapshot:
     model: dict[str, torch.Tensor]
     optimizer: dict[str, dict[str, torch.Tensor]]
     """Parameter → kind → tensor."""
-    rank: RankState
+    rank: RankFile
     trainer: str
     """trainer_state.json"""
     facts: dict[str, object]
@@ -248,7 +248,7 @@ class Checkpointer:
         return self._pending.step if self._pending is not None else self.last_step
 
     def _snapshot(self, step: int, trainer: str, own: OwnState, best_step: int | None = None) -> Snapshot:
-        rank: RankState = {"rng": live_state.rng_state(self.device_type), "own": own}
+        rank: RankFile = {"rng": live_state.rng_state(self.device_type), "own": own}
         facts = {**self.facts, "step": step}
         return Snapshot(step, live_state.model_state(self.live), live_state.optimizer_state(self.live), rank, trainer, facts, best_step)
 

@@ -73,15 +73,14 @@ class NumpyGenerator(TypedDict):
     cached: float
 
 
-# In this form, since a field of a class that is named `torch` hides the module.
 class Generators(TypedDict):
+    """The state of the generators of a rank; `torch` and `device` are bytes (uint8)."""
+
     python: PythonGenerator
     numpy: NumpyGenerator
-    torch: torch.Tensor
     device: NotRequired[torch.Tensor]
-
-
-"""The state of the generators of a rank; `torch` and `device` are bytes (uint8). A rank on the CPU has no `device`."""
+    """A rank on the CPU has none."""
+    torch: torch.Tensor
 
 
 class OwnState(TypedDict):
@@ -98,7 +97,7 @@ class OwnState(TypedDict):
     """What the training rows need beyond the step."""
 
 
-class RankState(TypedDict):
+class RankFile(TypedDict):
     """A rank's own file in a checkpoint."""
 
     rng: Generators

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,6 @@ from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.batches import Batch
 from fsdp_tune.worker.rows.training_rows import TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
-
-if TYPE_CHECKING:
-    from fsdp_tune.worker.trainer import FsdpTrainer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -389,7 +386,7 @@ class StepShares(StepObserver, TrainerCallback):
             for name in _COMMUNICATING:
                 setattr(group, name, self._timed(getattr(group, name)))
 
-    def attach(self, trainer: FsdpTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         self._times = None if self.has_device_clock else trainer.times
 
     def _timed(self, call: Callable[P, R]) -> Callable[P, R]:
