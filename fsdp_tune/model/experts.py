@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -65,12 +64,12 @@ def examples_alone(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterat
     if "example_ids" not in batch:
         yield
         return
-    module: Any = sys.modules[bare_class(bare_model(wrapped)).__module__]
+    module = sys.modules[bare_class(bare_model(wrapped)).__module__]
     ids, lengths, rows = batch["example_ids"], batch["example_lengths"], shared_rows()
     ids = (ids if rows is None else rows.own_tokens(ids)).reshape(-1)
     group = None if rows is None else rows.group
 
-    def balance(gate_logits: Any, num_experts: int, top_k: int, *_mask: object) -> torch.Tensor:
+    def balance(gate_logits: tuple[torch.Tensor, ...], num_experts: int, top_k: int, *_mask: object) -> torch.Tensor:
         return summed_balance(gate_logits, num_experts, top_k, ids.to(gate_logits[0].device), lengths, group)
 
     original = getattr(module, FUNCTION)
@@ -85,7 +84,7 @@ def require_known_balance(model: PreTrainedModel) -> None:
     """Check the load-balancing loss. Raises: usage error if the configuration enables one that the model lacks or defines differently."""
     if not getattr(model.config, "output_router_logits", False):
         return
-    function: Any = getattr(sys.modules[bare_class(model).__module__], FUNCTION, None)
+    function = getattr(sys.modules[bare_class(model).__module__], FUNCTION, None)
     if function is None or not _is_standard(function):
         what = "computes no load-balancing loss" if function is None else "defines its load-balancing loss differently"
         raise usage_error(
@@ -95,7 +94,7 @@ def require_known_balance(model: PreTrainedModel) -> None:
         )
 
 
-def _is_standard(function: Any) -> bool:
+def _is_standard(function: Callable[..., object]) -> bool:
     """Return whether the model's function equals `summed_balance` for a batch of one example, on random logits."""
     # The planner builds the model under a mode in which tensors have no values.
     with DISABLE_MODES.get()(), torch.device("cpu"), torch.no_grad():

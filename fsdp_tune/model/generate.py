@@ -78,8 +78,7 @@ def _keys_and_values(outputs: object, name: str) -> object:
 
 def room(model: nn.Module, prompt_tokens: int, max_new_tokens: int) -> int:
     """Return how many tokens may follow a prompt: `max_new_tokens`, or what is left of the model's positions."""
-    plain: object = model
-    positions = max_positions(plain.config)
+    positions = max_positions(model.config)
     return max_new_tokens if positions is None else min(max_new_tokens, positions - prompt_tokens)
 
 
@@ -114,7 +113,7 @@ def _generate_without_cache(
 
 def end_ids_of(model: nn.Module) -> set[int]:
     """Return the tokens that end a text by the model's generation config: several in Llama 3, none if it names none."""
-    found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return set(found) if isinstance(found, list) else set() if found is None else {found}
 
 

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import FsdpTuneError
@@ -85,7 +84,7 @@ def kept(path: Path) -> ModelInspection | None:
     """Return the kept inspection; None if there is none, if it is damaged, or if anything that it depends on has changed."""
     try:
         reader = zlib.decompressobj()
-        entry: dict[str, Any] = json.loads(reader.decompress(path.read_bytes(), _MOST_BYTES))
+        entry = json.loads(reader.decompress(path.read_bytes(), _MOST_BYTES))
         if digest_of(entry["paths"]) == entry["states"]:
             return ModelInspection.from_json(entry["inspection"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error):

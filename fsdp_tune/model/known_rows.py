@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -25,6 +25,10 @@ class Span(NamedTuple):
     row: int
     start: int
     tokens: int
+
+
+Pattern = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A mask function of transformers' `masking_utils`: indices of row, head, query and key → whether the query attends to the key."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Documents:
         return tuple(Span(row, start, end - start) for (row, start), end in zip(starts, ends, strict=True))
 
     @cached_property
-    def lengths(self) -> dict[str, Any]:
+    def lengths(self) -> dict[str, torch.Tensor | int]:
         """The arguments of kernels for the batch as one row: where its documents end, and the index of each token's document."""
         lengths = torch.tensor([span.tokens for span in self.spans])
         ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32).to(self.position_ids.device)
@@ -97,7 +101,7 @@ def masks_of_documents(kernel: str, position_ids: torch.Tensor | None, tokens: i
         return
     examples = None if position_ids is None else example_numbers(position_ids)
 
-    def mask(*, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
+    def mask(*, mask_function: Pattern, allow_is_causal_skip: bool = True, **kwargs: object) -> object:
         if position_ids is not None and examples is not None:
             mask_function = _of_packed_examples(mask_function, position_ids, examples)
             allow_is_causal_skip = False
@@ -111,13 +115,11 @@ def masks_of_documents(kernel: str, position_ids: torch.Tensor | None, tokens: i
         del ALL_MASK_ATTENTION_FUNCTIONS[kernel]
 
 
-def _of_packed_examples(pattern: Callable[..., Any], position_ids: torch.Tensor, examples: torch.Tensor) -> Callable[..., Any]:
-    """Return a pattern of (row, head, query, key) that keeps examples apart and applies `pattern` to positions in the example.
+def _of_packed_examples(pattern: Pattern, position_ids: torch.Tensor, examples: torch.Tensor) -> Pattern:
+    """Return a pattern that keeps examples apart and applies `pattern` to positions in the example, as `create_causal_mask` of
+    transformers combines the two."""
 
-    Each argument and the result is a tensor of transformers' mask functions (`masking_utils.create_causal_mask` combines the same two).
-    """
-
-    def packed_pattern(row: Any, head: Any, query: Any, key: Any) -> Any:
+    def packed_pattern(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         is_same_example = examples[row, query] == examples[row, key]
         return is_same_example & pattern(row, head, position_ids[row, query], position_ids[row, key])
 

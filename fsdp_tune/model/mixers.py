@@ -180,9 +180,10 @@ def _at_once(forward: Callable[..., object], documents: Documents, args: tuple[o
     """Call the forward for all rows as one, and pass on where its documents end."""
     rows, tokens = documents.position_ids.shape
 
-    def flat(value: Any) -> object:
-        is_by_token = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == tokens and value.shape[0] in (1, rows)
-        return value.expand(rows, *value.shape[1:]).flatten(0, 1)[None] if is_by_token else value
+    def flat(value: object) -> object:
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == tokens and value.shape[0] in (1, rows):
+            return value.expand(rows, *value.shape[1:]).flatten(0, 1)[None]
+        return value
 
     args, kwargs = _mapped(flat, (args, _without_lengths(kwargs)))
     found = forward(*args, **kwargs, **documents.lengths)
@@ -201,7 +202,7 @@ def _in_groups(
 
 
 def _called(
-    forward: Callable[..., Any], given: tuple[Any, Any], spans: Sequence[Span], shape: torch.Size, multiple_of: int
+    forward: Callable[..., object], given: tuple[object, object], spans: Sequence[Span], shape: torch.Size, multiple_of: int
 ) -> tuple[object, int]:
     """Return the output for the documents of `spans`, and the number of tokens to which they were padded."""
     longest = -(-max(span.tokens for span in spans) // multiple_of) * multiple_of
@@ -217,7 +218,7 @@ def _without_lengths(kwargs: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in kwargs.items() if name not in EXAMPLE_LENGTHS}
 
 
-def _cut(spans: Sequence[Span], longest: int, shape: torch.Size, value: Any) -> Any:
+def _cut(spans: Sequence[Span], longest: int, shape: torch.Size, value: object) -> object:
     """Return [documents, longest, ...] of a tensor [rows or 1, tokens, ...]; anything else is the same for all documents.
 
     The mask of attention, [rows, heads, tokens, tokens], which some layers pass to each of their modules, is left out.

@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,12 +112,21 @@ def to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return exchange(parts, group).permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
 
 
-def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable[..., Any]:
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""transformers' attention function: (module, query, key, value, mask, **options) → output [rows, tokens, heads, width] and weights."""
+
+
+def _over_ranks(kernel: Attention | None, rows: SharedRows) -> Attention:
     """Return the kernel for queries, keys and values of this rank's tokens. None stands for `eager`, which each model defines itself."""
     group, size = rows.group, rows.group.size()
 
     def attention(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         inner = kernel or sys.modules[type(module).__module__].eager_attention_forward
         heads, kv_heads = query.shape[1], key.shape[1]
@@ -127,9 +135,9 @@ def _over_ranks(kernel: Callable[..., Any] | None, rows: SharedRows) -> Callable
         copies = size // math.gcd(size, kv_heads)  # of fewer kv heads than ranks, each goes to several
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        replaced: dict[str, Any] = {"num_key_value_groups": heads // (kv_heads * copies)}
+        replaced: dict[str, object] = {"num_key_value_groups": heads // (kv_heads * copies)}
         argument, attribute = SINKS
-        if (sinks := kwargs.get(argument)) is not None:
+        if isinstance(sinks := kwargs.get(argument), torch.Tensor):
             kwargs[argument] = replaced[attribute] = sinks.chunk(size)[group.rank()]
         kwargs["position_ids"] = rows.position_ids
         query, key, value = to_heads([query, key, value], group)
@@ -151,8 +159,7 @@ def attention_disabled(wrapped: nn.Module) -> Iterator[None]:
     ) -> tuple[torch.Tensor, None]:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
-    config: Any = bare_model(wrapped).config
-    kernel = attention_of(config)
+    kernel = attention_of(bare_model(wrapped).config)
     ALL_ATTENTION_FUNCTIONS[kernel] = own_value
     try:
         yield

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,14 @@ def summed_token_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothi
     return token_losses(logits, targets, label_smoothing, dft=dft, reduction="sum")
 
 
-def loss_options(recipe: Recipe) -> dict[str, Any]:
+class LossArguments(TypedDict):
+    """Of the training loss, for `token_losses` and `forward_backward`."""
+
+    label_smoothing: float
+    dft: bool
+
+
+def loss_options(recipe: Recipe) -> LossArguments:
     """Return the arguments of `token_losses` and `forward_backward` for the training loss. Evaluation has none: it is cross-entropy."""
     return {"label_smoothing": float(training_value(recipe.training, "label_smoothing_factor")), "dft": recipe.training.loss == "dft"}
 
@@ -83,13 +90,13 @@ def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, object]:
     `cu_seq_lens` [examples + 1] int32, if present, gives variable-length kernels the ends of examples in the flattened batch; without it
     they use position ids, which works for a single row only.
     """
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
+    inputs: dict[str, object] = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
     if (ends := batch.get("cu_seq_lens")) is not None:
         # The length of the longest example is only on the device; the kernels accept an upper bound.
         longest = batch["input_ids"].shape[1]
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     if (rows := shared_rows()) is not None:  # with positions always, since a rank's tokens do not start at 0
-        inputs |= {"input_ids": rows.own_tokens(inputs["input_ids"]), "position_ids": rows.own_tokens(rows.position_ids)}
+        inputs |= {"input_ids": rows.own_tokens(batch["input_ids"]), "position_ids": rows.own_tokens(rows.position_ids)}
     return inputs
 
 
@@ -117,7 +124,7 @@ def micro_batch_loss(
     of_tokens: torch.Tensor | None = None
     with examples_alone(model, batch):
         if loss_kernel_of(model) == "full":
-            outputs: Any = model(**inputs, use_cache=False)
+            outputs = model(**inputs, use_cache=False)
             if ids is None:
                 loss = summed_token_loss(outputs.logits, targets, label_smoothing, dft=dft)
             else:
@@ -156,7 +163,7 @@ def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[
     return torch.autocast(device_type, dtype=TORCH_DTYPE[recipe.compute_dtype])
 
 
-def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, object]]) -> list[dict[str, Any]]:
+def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, object]]) -> list[dict[str, object]]:
     """Return the trained parameters in groups of equal options, which `options_of` returns for a parameter's name.
 
     Groups without a learning rate of their own come first, and of these the one with weight decay.
@@ -166,7 +173,7 @@ def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, o
         if parameter.requires_grad:
             options = options_of(plain_name(wrapped_name))
             groups.setdefault(tuple(sorted(options.items())), []).append(parameter)
-    made = [{"params": parameters, **dict(options)} for options, parameters in groups.items()]
+    made: list[dict[str, object]] = [{"params": parameters, **dict(options)} for options, parameters in groups.items()]
     return sorted(made, key=lambda group: ("lr" in group, not group["weight_decay"]))
 
 
@@ -266,7 +273,7 @@ def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
     """Multiply every gradient by `factor` in place."""
-    by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -106,6 +106,10 @@ class NetworkFacts(JsonAnswer):
         return next((each.mbits for each in self.interfaces if each.name == self.used), 0)
 
 
+Lock = Literal["works", "not shared", "missing", "untested"]
+"""What locks on a file in the output directory do."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputFacts(JsonAnswer):
     directory: str
@@ -115,7 +119,7 @@ class OutputFacts(JsonAnswer):
     visible_ranks: int
     """Ranks whose files this rank sees."""
     sees_rename: bool
-    lock: Literal["works", "not shared", "missing", "untested"]
+    lock: Lock
     """`not shared`: another machine's lock does not exclude this one."""
     free_bytes: int | None
     written_bytes: int

@@ -234,7 +234,7 @@ class LiveState(PartialFacts):
     mesh: list[int] = Field(default_factory=list[int])
     sequence_group: int = 0
     """Number of ranks that share a row."""
-    expert_group: int = 1
+    expert_group: int | list[str] = 1
     """Number of ranks that divide the experts of a layer and exchange tokens."""
     exchanging_ranks: dict[str, list[int]] = Field(default_factory=dict[str, list[int]])
     """Of modules whose experts are divided: the ranks among which the live forward exchanges tokens, by name of the module."""

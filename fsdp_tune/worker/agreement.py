@@ -8,7 +8,7 @@ import platform
 import traceback
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-def stop_on(found: list[str], step: int, run: RunDir, report: Mapping[str, Any] = MappingProxyType({})) -> None:
+def stop_on(found: list[str], step: int, run: RunDir, report: Mapping[str, object] = MappingProxyType({})) -> None:
     """Stop every rank if there is a difference; all of them give the same list. Rank 0 writes it to readback.json. Raises: FailedError."""
     if not found:
         return

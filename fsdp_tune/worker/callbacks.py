@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import psutil
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -135,11 +134,12 @@ class RunCallback(AttachedCallback):
     def _after_first_step(self) -> None:
         trainer = self.trainer
         recipe, loaded = trainer.parts.recipe, trainer.parts.loaded
-        difference = optimizer_state_difference(recipe, trainer.optimizer) or gathered_difference(recipe, loaded)
+        optimizer = trainer.live_optimizer
+        difference = optimizer_state_difference(recipe, optimizer) or gathered_difference(recipe, loaded)
         if difference is not None:
             raise failed_error("readback-differs", difference, hint="the run was stopped after step 1")
         if self._is_first:
-            moments = optimizer_state_kinds(trainer.optimizer)
+            moments = optimizer_state_kinds(optimizer)
             ReadBack.complete(self._run.readback_json, optimizer_state_bytes=moments, witness=self._witness.report)
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)
@@ -151,7 +151,12 @@ class RunCallback(AttachedCallback):
             trainer.lines.leave_out(seconds)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         logs = logs or {}
         if "loss" in logs:
@@ -182,7 +187,7 @@ def _table(live: LiveState) -> list[str]:
         f"read back: {live.wrapper}, {live.sharded} sharded tensors in {len(live.units)} units, {placement} over {mesh}, {dtypes}",
         f"read back: {live.trained_parameters:,} of {live.parameters:,} parameters trained, "
         f"attention {live.attention}, {kinds}, global batch {live.global_batch_size}",
-        *([f"read back: {live.expert_group} ranks divide the experts of each layer"] if live.expert_group > 1 else []),
+        *([f"read back: {live.expert_group} ranks divide the experts of each layer"] if live.expert_group != 1 else []),
         *(in_fp8 if fp8.linears else []),
         *([f"read back: {sum(live.quantised_training.weights.values())} linear layers emulate {', '.join(emulated)}"] if emulated else []),
     ]

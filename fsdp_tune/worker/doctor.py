@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter
 
 from fsdp_tune.cluster.doctor_checks import MISSING, NOT_COMPARED, SHARED_CORE_SHARE, RankHealth, slow_ranks
 from fsdp_tune.core.atomic import DISK, write_file, write_json
-from fsdp_tune.core.devices import gpu_states, host, versions
+from fsdp_tune.core.devices import GpuState, gpu_states, host, versions
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Problem
 from fsdp_tune.core.library_errors import PEER_LOST
 from fsdp_tune.core.ownership import LOCKLESS
@@ -45,12 +45,18 @@ from fsdp_tune.run.health_files import (
     HealthFiles,
     HealthRequest,
     LinkTime,
+    Lock,
     MessageSize,
     NetworkFacts,
     NetworkInterface,
     OutputFacts,
 )
 from fsdp_tune.worker import rank as ranks
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
 
 PROBE_PREFIX = ".fsdp-tune-doctor-"
 WRITTEN_BYTES, CHUNK_BYTES, WRITE_SECONDS = 64 * MIB, 4 * MIB, 2.0
@@ -239,7 +245,7 @@ def input_digests(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def _or_missing(read: Callable[[], Any]) -> Any:
+def _or_missing(read: Callable[[], T]) -> T | str:
     try:
         return read()
     except FsdpTuneError as error:
@@ -306,11 +312,12 @@ def _await(count: Callable[[], int], wanted: int) -> int:
         time.sleep(0.05)
 
 
-def _lock(path: Path, rank: ranks.Rank, *, is_first_here: bool) -> Any:
+def _lock(path: Path, rank: ranks.Rank, *, is_first_here: bool) -> Lock:
     """Lock a file on rank 0 and try to lock it on the first rank of each other machine. Return the word of `OutputFacts`. Collective."""
     import torch.distributed as dist
 
-    answer, held = "untested", None
+    answer: Lock = "untested"
+    held: int | None = None
     with contextlib.suppress(OSError):
         if rank.is_first:
             held = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -327,7 +334,7 @@ def _lock(path: Path, rank: ranks.Rank, *, is_first_here: bool) -> Any:
     return answer
 
 
-def _try_lock(descriptor: int, *, free: str, taken: str) -> str:
+def _try_lock(descriptor: int, *, free: Lock, taken: Lock) -> Lock:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -337,7 +344,7 @@ def _try_lock(descriptor: int, *, free: str, taken: str) -> str:
     return free
 
 
-def _matmul_seconds(device_type: str, rank: ranks.Rank) -> tuple[float, float, Any]:
+def _matmul_seconds(device_type: str, rank: ranks.Rank) -> tuple[float, float, GpuState | None]:
     """Time matrix products on this rank, all ranks at work. Collective.
 
     Returns the shortest time of one, the mean of those in the best window, and the state of the rank's GPU meanwhile.
@@ -380,7 +387,7 @@ def least_mean(times: Sequence[float]) -> float:
     return least
 
 
-def _timed(act: Callable[[], Any], device_type: str) -> float:
+def _timed(act: Callable[[], object], device_type: str) -> float:
     import torch
 
     began = time.perf_counter()
@@ -422,7 +429,7 @@ def pairs_of_round(machines: int, number: int) -> dict[int, int]:
     return {machine: other for machine, other in met.items() if max(machine, other) < machines}
 
 
-def _exchange(sent: Any, received: Any, peer: int | None, device_type: str) -> float:
+def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int | None, device_type: str) -> float:
     """Exchange messages with a rank. Return the seconds until its message has arrived; on GPUs, until both have."""
     import torch.distributed as dist
 
@@ -444,7 +451,7 @@ def time_links(device_type: str, rank: ranks.Rank, ranks_per_machine: int) -> li
 
     from fsdp_tune.worker.agreement import gather
 
-    def buffers(size_bytes: int) -> list[Any]:
+    def buffers(size_bytes: int) -> list[torch.Tensor]:
         return [torch.zeros(size_bytes, dtype=torch.uint8, device=device_type) for _ in range(2)]
 
     machines, machine = rank.world_size // ranks_per_machine, rank.index // ranks_per_machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from typing import Any
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class _Fixed(BatchSampler):
         return len(self._batches)
 
 
-Metric = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
+Metric = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[SupportsFloat, SupportsFloat]]
 """A user's metric, called with each batch: logits [rows, tokens, vocabulary], the target of each position [rows, tokens], and a mask of
 the targets that count. Returns a sum and a count, which are added up over batches and ranks; the metric is their quotient."""
 

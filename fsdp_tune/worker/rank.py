@@ -185,14 +185,14 @@ def _collective_limit(recipe: Recipe) -> timedelta:
     return timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
 
 
-def time_limits_seconds(group: Any) -> list[float]:
+def time_limits_seconds(group: object) -> list[float]:
     """Return how long a collective of the group may take, by backend."""
     from fsdp_tune.model.internals import torch_internals as internals
 
     return [internals.BACKEND_TIMEOUT.of(backend.options).total_seconds() for backend in _backends(group)]
 
 
-def share_time_limit(groups: Iterable[Any]) -> None:
+def share_time_limit(groups: Iterable[object]) -> None:
     """Give process groups the time limit of the default group; torch gives groups of a mesh 10 or 30 minutes regardless of it."""
     import torch.distributed as dist
 
@@ -204,7 +204,7 @@ def share_time_limit(groups: Iterable[Any]) -> None:
             internals.SET_TIMEOUT.of(backend)(limit)
 
 
-def _backends(group: Any) -> list[Any]:
+def _backends(group: object) -> list[Any]:
     """Those whose limit torch lets us read and set."""
     from fsdp_tune.model.internals import torch_internals as internals
 

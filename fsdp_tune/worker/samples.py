@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +70,7 @@ class Samples(AttachedCallback):
         found = {index: tokens for ranks in gather(dict(zip(own, new, strict=False))) for index, tokens in ranks.items()}
         return [self._encoder.decode([token for token in found[index] if token not in ends]) for index in sorted(found)]
 
-    def _uncompiled(self) -> AbstractContextManager[Any]:
+    def _uncompiled(self) -> AbstractContextManager[None]:
         """Run compiled layers uncompiled: each length of the cache would be compiled again."""
         return torch.compiler.set_stance("force_eager") if self._recipe.kernels.compile else nullcontext()
 

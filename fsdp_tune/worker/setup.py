@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
@@ -336,7 +335,8 @@ def _check_metrics(metrics: MetricsFile, step: int) -> None:
         )
 
 
-def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
+def results(trainer: FsdpTrainer, started: float) -> dict[str, object]:
+    """Return the facts of the outcome of a run. `started`: seconds since the epoch."""
     step = trainer.checkpointer.last_step
     return {
         "steps": trainer.state.global_step,

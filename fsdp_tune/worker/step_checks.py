@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -45,9 +45,6 @@ from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.batches import Batch
 from fsdp_tune.worker.rows.training_rows import TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, StepObserver
-
-if TYPE_CHECKING:
-    from fsdp_tune.worker.rows.batches import Batch
 
 FP16_SKIPS_IN_A_ROW = 20
 
@@ -103,7 +100,7 @@ class GradientGate(StepObserver):
         """Cached: walking the modules at each step takes longer than the norm of a small model."""
         return [p for p in self.wrapped.parameters() if p.requires_grad]
 
-    def pass_or_skip(self, step: int, max_norm: float | None, optimizer: Any, batches: list[Batch]) -> torch.Tensor:
+    def pass_or_skip(self, step: int, max_norm: float | None, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> torch.Tensor:
         """Clip gradients in place and return the norm before clipping, without the fp16 scale.
 
         A norm that is not finite never reaches the parameters: the step is skipped (fp16's own back-off, or
@@ -162,7 +159,7 @@ class GradientGate(StepObserver):
         self.skipped_steps += 1
 
 
-def supports_found_inf(optimizer: object) -> bool:
+def supports_found_inf(optimizer: object) -> TypeGuard[AdamW]:
     """Return whether `optimizer.found_inf` takes effect: in torch's fused kernels, which this package's AdamW always uses. Muon's
     matrices are not updated by such a kernel."""
     return type(optimizer) is AdamW

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
@@ -64,6 +64,6 @@ class StepObserver(Protocol):
     def attach(self, trainer: Any) -> None:
         """Receive the `FsdpTrainer`, before the first step. Its module imports this one, so its type is in the overriding methods."""
 
-    def facts(self, step: LoggedStep) -> dict[str, Any]:
+    def facts(self, step: LoggedStep) -> Mapping[str, object]:
         """Return fields of the line of a step that has ended. All ranks call it in the same order, so it may be collective."""
         return {}

@@ -7,7 +7,7 @@ wrapped), the batches, the loss, the gradient norm, evaluation, logging, and che
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from fsdp_tune.core.errors import failed_error
+from fsdp_tune.core.values import as_mapping
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.internals.transformers_internals import require_trainer_hooks
 from fsdp_tune.model.loading.assemble import Loaded
@@ -42,7 +44,7 @@ from fsdp_tune.worker.checkpoint.restore import (
     trainer_state_json,
 )
 from fsdp_tune.worker.checkpoint.save import Checkpointer
-from fsdp_tune.worker.checkpoint.state import seed_for_rank
+from fsdp_tune.worker.checkpoint.state import OwnState, seed_for_rank
 from fsdp_tune.worker.eval_sets import Metric, evaluate_sets
 from fsdp_tune.worker.observe import metrics
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -74,7 +76,7 @@ class FsdpTrainer(Trainer):
     """One run of a resolved recipe on this rank."""
 
     checkpointer: Checkpointer
-    optimizer: Any  # None until it is created
+    optimizer: torch.optim.Optimizer | None
 
     def __init__(
         self, parts: Parts, args: TrainingArguments, callbacks: Sequence[TrainerCallback], observers: Sequence[StepObserver]
@@ -112,11 +114,13 @@ class FsdpTrainer(Trainer):
 
     # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has nothing to prepare.
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> tuple[nn.Module, Any]:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Iterable[Batch], resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Iterable[Batch]]:
         # Trainer.__init__ gives every rank the same seed (`set_seed`), so each rank gets its own stream only now.
         torch.manual_seed(seed_for_rank(self.parts.recipe.training.seed, self.state.global_step))
         self.model_wrapped = self.wrapped
-        self.create_optimizer()
+        optimizer = self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
             restore_model(self.checkpointer.live, resume_from_checkpoint)
@@ -130,12 +134,12 @@ class FsdpTrainer(Trainer):
                 self.parts.scale.load_state_dict(own["loss_scale"])
             self.gate.skipped_steps = int(own.get("skipped_steps", 0))  # a checkpoint of an earlier version has none
             restore_schedule(self.lr_scheduler, self._updates)
-        for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
+        given = {"model": self.model, "optimizer": optimizer, "lr_scheduler": self.lr_scheduler, "train_dataloader": train_dataloader}
+        for name, value in given.items():
+            setattr(self.callback_handler, name, value)
         self.wrapped.train()
         # The Trainer zeroes through the model, which walks all modules at each step; the optimizer has a list.
-        self.wrapped.zero_grad = self.optimizer.zero_grad
-        self.callback_handler.train_dataloader = train_dataloader
+        self.wrapped.zero_grad = optimizer.zero_grad
         self.lines.start(self.state.global_step)
         self._last_line_step = self.state.global_step
         return self.wrapped, train_dataloader
@@ -143,6 +147,12 @@ class FsdpTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = build_optimizer(self.parts.recipe, self.wrapped, self.parts.loaded.size.decayed)
+        return self.optimizer
+
+    @property
+    def live_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, once it is created."""
+        assert self.optimizer is not None
         return self.optimizer
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
@@ -155,7 +165,7 @@ class FsdpTrainer(Trainer):
         total = args.max_steps if args.max_steps > 0 else order.total_steps(args.num_train_epochs)
         return order.locate(total - 1)[0] + 1, steps, *counts, total
 
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> tuple[int, int]:
         result = super()._init_training_state(max_steps, *args, **kwargs)
         if (order := self.parts.rows.order) is not None:
             epoch, steps = order.locate(self.state.global_step)
@@ -273,15 +283,15 @@ class FsdpTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._checked_norm(self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
         return self._checked_norm(None) if grad_norm is None else grad_norm
 
     def _checked_norm(self, max_norm: float | None) -> torch.Tensor:
         # The Trainer steps the schedule after each step, since no optimizer of Accelerate reports that fp16 has skipped one.
-        schedule: Any = self.lr_scheduler
-        if schedule.last_epoch != self._updates:
+        schedule = self.lr_scheduler
+        if isinstance(schedule, LRScheduler) and schedule.last_epoch != self._updates:
             restore_schedule(schedule, self._updates)
-        return self.gate.pass_or_skip(self.state.global_step + 1, max_norm, self.optimizer, self.batches)
+        return self.gate.pass_or_skip(self.state.global_step + 1, max_norm, self.live_optimizer, self.batches)
 
     @property
     def _updates(self) -> int:
@@ -291,7 +301,15 @@ class FsdpTrainer(Trainer):
     # ---- Logging, evaluation, saving
 
     def _maybe_log_save_evaluate(
-        self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, epoch: float, *args: object, **kwargs: Any
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: torch.Tensor | float | None,
+        model: nn.Module,
+        trial: object,
+        epoch: float,
+        ignore_keys_for_eval: object,
+        start_time: float,
+        learning_rate: float | None = None,
     ) -> None:
         step = self.state.global_step
         self.times.end_step()
@@ -303,19 +321,19 @@ class FsdpTrainer(Trainer):
             self.gate.check_pending()
         if self.control.should_log and step > self._last_line_step:
             self._last_line_step = step
-            self._log_line(step, None if grad_norm is None else float(grad_norm), kwargs.get("learning_rate"))
+            self._log_line(step, None if grad_norm is None else float(grad_norm), learning_rate)
         if self.control.should_evaluate:
             was_ending = self.control.should_training_stop
-            is_best = self._determine_best_metric(metrics=self._evaluate(trial, None), trial=trial)
+            is_best = self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
             if self.control.should_training_stop and not was_ending:
-                self._end_early(step, grad_norm, kwargs.get("learning_rate"))
+                self._end_early(step, grad_norm, learning_rate)
         if self.control.should_save:
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
-    def _end_early(self, step: int, grad_norm: Any, learning_rate: float | None) -> None:
+    def _end_early(self, step: int, grad_norm: torch.Tensor | float | None, learning_rate: float | None) -> None:
         """Write the line of the last steps, which no later one would count, and why the run ends here."""
         if step > self._last_line_step:
             self._last_line_step = step
@@ -331,14 +349,15 @@ class FsdpTrainer(Trainer):
         line = {name: value for each in self._observers for name, value in each.facts(logged).items()}
         self.state.num_input_tokens_seen = self.lines.tokens
         self.log(line)
-        for kind, message in self._watch.watch(line["loss"], line["grad_norm"]):
+        assert self.lines.last_loss is not None  # of `facts`
+        for kind, message in self._watch.watch(self.lines.last_loss, self.lines.last_grad_norm):
             if issubclass(kind, SpikeEvent):
                 self.parts.metrics.event(kind(step, message, *self._recent.rows_of(step if kind is GradientSpike else None)))
             else:
                 self.parts.metrics.event(kind(step, message))
         self._recent.clear()
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+    def log(self, logs: Mapping[str, object], start_time: float | None = None) -> None:
         if "train_runtime" in logs:
             return  # the Trainer's summary averages losses by step; ours are in the lines
         self.parts.metrics.write({"step": self.state.global_step, "epoch": self.state.epoch, "time": time.time(), **logs})
@@ -375,7 +394,7 @@ class FsdpTrainer(Trainer):
     def _load_best_model(self) -> None:
         """Nothing: the merge reads the best checkpoint, and the last step may still have to be saved with its own weights."""
 
-    def own_state(self) -> dict[str, Any]:
+    def own_state(self) -> OwnState:
         """Return the state of this rank for its file in a checkpoint; called last before a save."""
         self.gate.check_pending()
         scale = self.parts.scale.state_dict() if self.parts.scale else None
@@ -397,15 +416,14 @@ class FsdpTrainer(Trainer):
 
     def _load_callback_state(self) -> None:
         """Restore the counters of callbacks; their settings come from the current recipe."""
-        every: Any = self.state.stateful_callbacks or {}
+        every = as_mapping(self.state.stateful_callbacks)
         for callback in self.callback_handler.callbacks:
-            stored = every.get(type(callback).__name__)
-            if isinstance(stored, dict):
-                for name, value in stored.get("attributes", {}).items():
-                    setattr(callback, name, value)
+            stored = as_mapping(every.get(type(callback).__name__))
+            for name, value in as_mapping(stored.get("attributes")).items():
+                setattr(callback, name, value)
 
 
-class _Sized(Dataset[Any]):
+class _Sized(Dataset[object]):
     """The data set that the Trainer requires; batches come from `get_train_dataloader`."""
 
     def __init__(self, store: RowStore) -> None:

@@ -195,7 +195,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant(
         "rank states unpickled without restriction",
-        "worker.checkpoint.restore:restore_rng",
+        "worker.checkpoint.restore:_read_rank",
         value("weights_only", "False"),
         rows="F114",
         by=("faults/test_worlds.py::pickled_code_in_rank_state_is_not_run",),

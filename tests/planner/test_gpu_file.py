@@ -19,6 +19,12 @@ def test_user_defined_gpu_is_read_from_a_file(tmp_path: Path) -> None:
     assert (gpu.name, gpu.usable_gib, gpu.network_gb_s, gpu.fp8_tflops) == ("h100_96", 95.04, 50, None)
 
 
+def test_gpu_file_without_a_name_is_named_after_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("{memory_gb: 24, bandwidth_gb_s: 600, name: null}")
+    assert find_or_read_hardware(str(path)).name == "mine"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -27,6 +33,9 @@ def test_user_defined_gpu_is_read_from_a_file(tmp_path: Path) -> None:
         ("{memory_gb: -1, bandwidth_gb_s: 600}", "must be a number above zero"),
         ("{memory_gb: 24, bandwidth_gb_s: .inf}", "is not a number"),
         ("{memory_gb: 24, bandwidth_gb_s: 600, devices_per_machine: 1.5}", "whole number"),
+        ("{memory_gb: 24, bandwidth_gb_s: 600, device_names: 5}", "`device_names` must be a list of texts, not 5"),
+        ("{memory_gb: 24, bandwidth_gb_s: 600, device_names: A100}", "`device_names` must be a list of texts, not 'A100'"),
+        ("{memory_gb: 24, bandwidth_gb_s: 600, 7: 1}", "unknown key `7`"),
         ("[1, 2]", "not a mapping"),
         ("a: [", "the file is not YAML"),
         ("memory_gb: 24\nbandwidth_gb_s: 600\nmemory_gb: 48", "`memory_gb` is written twice"),

@@ -51,3 +51,11 @@ def test_tokens_of_sources_are_summed_over_ranks_and_restored_on_others(on_ranks
 @pytest.mark.ranks
 def test_counts_that_a_checkpoint_lacks_are_not_begun_in_the_middle(on_ranks: Ranks) -> None:
     assert on_ranks.run(2, counted, [[1], [2]], [None]) == [({}, None)] * 2
+
+
+def test_state_of_a_stream_is_not_taken_for_counts() -> None:
+    from fsdp_tune.worker.rows.training_rows import SourceTokens
+
+    tokens = SourceTokens.of(INPUTS)
+    tokens.restore({"version": 2, "lanes": {}, "tokens": [0, 14, 2]})
+    assert tokens.counts is None

@@ -102,9 +102,12 @@ def test_run_goes_on_with_the_next_rows(
     assert [sum(counts) for counts in zip(*(rank.tokens for rank in resumed), strict=True)] == straight[0].tokens
 
 
-def test_checkpoint_of_another_order_is_refused(stream: RowStream, tmp_path: Path) -> None:
+OLDER = {"lanes": {lane: [[[0, 0, 3]], [0.0], 0, 0, 3, 0, 0, 0] for lane in range(8)}, "tokens": [9]}
+
+
+@pytest.mark.parametrize("older", [OLDER, None, [9]], ids=["older version", "no state", "prepared rows"])
+def test_checkpoint_of_another_order_is_refused(stream: RowStream, older: object, tmp_path: Path) -> None:
     rank = ranks_of(stream, 1, tmp_path)[0]
-    older = {"lanes": {lane: [[[0, 0, 3]], [0.0], 0, 0, 3, 0, 0, 0] for lane in range(8)}, "tokens": [9]}
     with pytest.raises(FsdpTuneError, match="read streams in another order") as caught:
         rank.restore(older, 2)
     assert "--overwrite" in (caught.value.problems[0].hint or "")

@@ -10,7 +10,8 @@ import math
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +24,9 @@ from fsdp_tune.model.shard.local import copy_part, count_elements, local_part
 from fsdp_tune.recipe.schema.recipe import Lora, Recipe
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.manifest import digest_number
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ADAPTER_NAME = "default"
 """PEFT's name of the only adapter, a part of its parameters' names."""
@@ -118,7 +122,7 @@ def _inject(lora: Lora, model: PreTrainedModel, targets: Targets) -> None:
     assert adapted == {*targets.modules, *targets.parameters}, "a full name matches one module or parameter alone"
 
 
-def _peft() -> Any:
+def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
@@ -132,7 +136,7 @@ def _trained_biases(lora: Lora, model: nn.Module, targets: dict[str, nn.Module])
     return [f"{name}.bias" for name, module in targets.items() if getattr(module, "bias", None) is not None] if lora.bias != "none" else []
 
 
-def peft_config(lora: Lora, targets: Targets) -> Any:
+def peft_config(lora: Lora, targets: Targets) -> LoraConfig:
     """Return the `LoraConfig` for the targets, by their full names."""
     return _peft().LoraConfig(
         r=lora.r,
@@ -201,7 +205,7 @@ def draw_adapters(recipe: Recipe, model: nn.Module) -> None:
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             # Of a linear layer, whose rows lie on the same rank as the elements of the magnitude.
-            weight: Any = local_part(module.base_layer.weight)  # type: ignore[union-attr]
+            weight: torch.Tensor = local_part(module.base_layer.weight)  # type: ignore[union-attr]
             local_part(magnitude.weight).copy_(torch.linalg.norm(weight.float(), dim=1))
 
 

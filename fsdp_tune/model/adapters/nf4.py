@@ -9,7 +9,7 @@ FSDP2 casts floating-point parameters to the compute dtype when it gathers them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -96,7 +96,7 @@ def in_one_formula(blocks: torch.Tensor, scales: torch.Tensor, values: torch.Ten
 
 
 @cache
-def _compiled() -> Any:
+def _compiled() -> Callable[..., torch.Tensor]:
     return torch.compile(in_one_formula, dynamic=True, fullgraph=True)
 
 

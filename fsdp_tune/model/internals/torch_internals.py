@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_tune.model.internals.internal import Attribute, Name, Parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 READ_IN = ("2.11", "2.13", "2.15")
 _COMPILED = "`kernels.compile: true`"
@@ -21,7 +24,7 @@ _LIMIT = "`launch.hang_timeout`"
 # ---- Tensors
 
 
-def _multiply(tensors: list[torch.Tensor], factor: Any) -> None:
+def _multiply(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     for tensor in tensors:
         tensor.mul_(factor)
 
@@ -36,7 +39,7 @@ FOREACH_NORM = Name("torch:_foreach_norm", "the norm of gradients", READ_IN, fal
 """Norms of tensors in few kernels. Fallback: one after another."""
 
 
-def _without_local(tensor: Any) -> object:
+def _without_local(tensor: DTensor) -> torch.Tensor:
     with torch.no_grad():
         return tensor.to_local()
 
@@ -79,7 +82,7 @@ def observing_mode(
 
     class Observing(OBSERVING_MODE.get()):  # type: ignore[misc]
         def __torch_dispatch__(
-            self, func: Callable[..., object], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+            self, func: Callable[..., object], _types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
         ) -> object:
             if see is not None:
                 see(func, args)

@@ -34,7 +34,7 @@ def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
     requested = recipe.model.attn_implementation
     if requested not in ("auto", TORCH_VARLEN, SDPA_OR_EAGER):
         return KernelChoice(requested, WRITTEN)
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     model_class: Any = found[0] if isinstance(found, tuple) else found
     is_old = requested == SDPA_OR_EAGER
     against = f"`{_KEY}: {SDPA_OR_EAGER}` excludes FlashAttention" if is_old else _against_flash(recipe, config, model_class)

@@ -76,7 +76,7 @@ def expected_graphs(recipe: Recipe, layers: Sequence[nn.Module]) -> int:
 def _kinds(layers: Sequence[nn.Module]) -> int:
     """Return the number of kinds of layers, by the properties that Dynamo guards on: classes of modules, and strings and booleans."""
 
-    def kind(module: nn.Module) -> tuple[Any, ...]:
+    def kind(module: nn.Module) -> tuple[object, ...]:
         public = ((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "recomputes")
         return (type(module), *((name, value) for name, value in public if isinstance(value, str | bool)))
 

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from fsdp_tune.model.model_files import KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32, require_torchao
 from fsdp_tune.recipe.schema.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torchao.core.config import AOBaseConfig
 
 KEY, _GROUP, _LEFT = "quantization.train", "quantization.group_size", "quantization.modules_to_not_convert"
 
@@ -153,7 +156,7 @@ def _nothing(recipe: Recipe, model: PreTrainedModel, left: dict[str, str]) -> Ex
 
 def is_quantised(module: nn.Module) -> bool:
     """Return whether a module is torchao's layer, possibly as the subclass that FSDP2 creates."""
-    torchao: Any = sys.modules.get("torchao.quantization.qat.linear")  # importing it takes a second; if not imported, no module is one
+    torchao = sys.modules.get("torchao.quantization.qat.linear")  # importing it takes a second; if not imported, no module is one
     return torchao is not None and isinstance(module, torchao.FakeQuantizedLinear)
 
 
@@ -194,7 +197,7 @@ def quantised_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
     return found
 
 
-def base_config(recipe: Recipe) -> Any:
+def base_config(recipe: Recipe) -> AOBaseConfig:
     """Return torchao's configuration of the quantised model."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerGroup
 

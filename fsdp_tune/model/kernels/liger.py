@@ -12,9 +12,8 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 
 import torch
 from transformers import PreTrainedModel
@@ -73,7 +72,7 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
     return KernelChoice("true", WRITTEN if requested is True else "liger-kernel is installed and supports this model")
 
 
-def _liger_functions() -> dict[str, Any]:
+def _liger_functions() -> dict[str, Callable[..., None]]:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # pyright: ignore[reportMissingImports]  # optional
 
     return dict(MODEL_TYPE_TO_APPLY_LIGER_FN)
@@ -97,7 +96,7 @@ def apply_liger(model: PreTrainedModel, *, rotary: bool) -> None:
         apply(model=model, **options)
 
 
-_OWN_ROTARY: dict[str, dict[str, Any]] = {}
+_OWN_ROTARY: dict[str, dict[str, FunctionType]] = {}
 """Rotary functions of modules of transformers by name, as they were before Liger's."""
 
 

@@ -20,7 +20,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -35,6 +36,9 @@ from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_name
 from fsdp_tune.model.shard.local import is_fp8, require_torchao
 from fsdp_tune.recipe.rules.limits import FP8_MULTIPLE, computes_in_fp8, fp8_gpu_problem, gathers_in_fp8
 from fsdp_tune.recipe.schema.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
 
 KEY = "precision.mixed_precision"
 _UNITS_OF_ANY_SIZE = ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP")
@@ -109,7 +113,7 @@ def _inside_ignored(name: str, ignored: set[str]) -> bool:
     return any(name == other or name.startswith(f"{other}.") for other in ignored)
 
 
-def _why_not(model: PreTrainedModel, name: str, module: Any, ignored: set[str]) -> str | None:
+def _why_not(model: PreTrainedModel, name: str, module: nn.Linear, ignored: set[str]) -> str | None:
     """Return why a Linear is not converted; None if it is."""
     if _inside_ignored(name, ignored):
         return "it is in fsdp.ignored_modules"
@@ -210,7 +214,7 @@ def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
     return chosen
 
 
-def _config(recipe: Recipe, *, gathered: bool, emulate: bool) -> Any:
+def _config(recipe: Recipe, *, gathered: bool, emulate: bool) -> Float8LinearConfig:
     from torchao.float8 import Float8LinearConfig
 
     known = Float8LinearConfig.from_recipe_name(recipe.precision.fp8_recipe)
@@ -228,7 +232,7 @@ def _aligned_tokens(recipe: Recipe) -> int:
     return FP8_MULTIPLE * recipe.topology.row_parts
 
 
-def cast_as_autocast(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def cast_as_autocast(_module: nn.Module, args: tuple[torch.Tensor, *tuple[object, ...]]) -> tuple[object, ...] | None:
     """Cast the input as autocast would. Under DDP torchao only checks CUDA's autocast; the CPU and the planner's device need it too."""
     kind = args[0].device.type
     return (args[0].to(torch.get_autocast_dtype(kind)), *args[1:]) if torch.is_autocast_enabled(kind) else None
@@ -293,7 +297,7 @@ def _has_experts(module: nn.Module) -> bool:
     return any(isinstance(each, nn.ModuleList) for each in module.modules()) or any(p.ndim > 2 for p in module.parameters())
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     return isinstance(module, Conv1D) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
 
 
@@ -322,13 +326,15 @@ def _narrow_copy(module: nn.Module) -> tuple[nn.Module, int]:
     def narrow(width: int) -> int:
         return width * _NARROW // divisor if width >= _WIDE and divisor > _NARROW else width
 
-    replaced: dict[int, Any] = {id(p): nn.Parameter(torch.randn([narrow(size) for size in p.shape])) for p in module.parameters()}
+    replaced: dict[int, nn.Parameter | nn.Linear] = {
+        id(p): nn.Parameter(torch.randn([narrow(size) for size in p.shape])) for p in module.parameters()
+    }
     for linear, (inputs, outputs) in zip(linears, widths, strict=True):
         replaced[id(linear)] = nn.Linear(narrow(inputs), narrow(outputs))
     return copy.deepcopy(module, replaced).eval(), narrow(widths[0][0])
 
 
-def _widths(linear: Any) -> tuple[int, int]:
+def _widths(linear: nn.Linear | Conv1D) -> tuple[int, int]:
     return (linear.nx, linear.nf) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
 
 
@@ -349,7 +355,7 @@ def _trained(mlp: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in mlp.parameters() if parameter.requires_grad]
 
 
-def _slices(hidden: torch.Tensor, tokens: int) -> list[tuple[Any, ...]]:
+def _slices(hidden: torch.Tensor, tokens: int) -> list[tuple[EllipsisType, slice, slice]]:
     """Return the indexes of the slices of `hidden` [..., tokens, width]. Their number does not depend on the number of rows."""
     return [(..., slice(start, start + tokens), slice(None)) for start in range(0, hidden.shape[-2], tokens)]
 

@@ -52,7 +52,7 @@ class _BodyOutput(BaseModelOutputWithPast):
 def logits_of(model: PreTrainedModel) -> Logits:
     """Measure the transformation that `model` applies to its logits by running its forward with given logits. Raises: OpaqueHead if it is
     not a scale and a soft-cap, or if the model is not a body with a plain linear head."""
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise OpaqueHead(f"the output embedding of {type(model).__name__} is not a plain linear layer")
     if model.base_model is model:
@@ -98,8 +98,8 @@ def _measured(model: PreTrainedModel) -> Logits:
 def _forward_with(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
     """Return the model's output logits for `logits` as the output of its head."""
     rows, tokens, _ = logits.shape
-    head: Any = model.get_output_embeddings()
-    body: Any = model.base_model
+    head, body = model.get_output_embeddings(), model.base_model
+    assert isinstance(head, nn.Linear)
     hidden = torch.zeros(rows, tokens, head.in_features, dtype=logits.dtype)
     seen: list[tuple[int, ...]] = []
 
@@ -115,7 +115,7 @@ def _forward_with(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _forward_is(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     before = vars(module).get("forward")
     module.forward = forward  # type: ignore[method-assign]
     try:
@@ -153,14 +153,14 @@ def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel,
 
     @functools.wraps(plain_model)
     def model_forward(
-        *args: Any,
+        *args: object,
         targets: torch.Tensor | None = None,
         label_smoothing: float = 0.0,
         dft: bool = False,
         gradient_scale: float = 1.0,
         keeps_token_losses: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         if targets is None:
             return plain_model(*args, **kwargs)
         state.targets, state.label_smoothing, state.gradient_scale = targets, label_smoothing, gradient_scale

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
@@ -47,7 +48,7 @@ def against_torch_varlen(config: PreTrainedConfig, model_class: Any) -> str | No
 
 
 def torch_varlen_attention(
-    module: Any,
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

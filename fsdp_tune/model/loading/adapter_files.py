@@ -98,9 +98,8 @@ def _other_settings(folder: str, config: Mapping[str, object], recipe: Recipe) -
         yield _problem(folder, f"it was trained on {base}, and the recipe names {wanted}", hint)
 
 
-def _shown(value: Any) -> str:
-    is_whole = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if is_whole else value)
+def _shown(value: object) -> str:
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _other_tensors(folder: str, config: Mapping[str, object], model: nn.Module) -> Iterator[Problem]:

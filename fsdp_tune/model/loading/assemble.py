@@ -6,11 +6,12 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
@@ -57,7 +58,7 @@ class Loaded:
     model: PreTrainedModel
     wrapped: nn.Module
     units: UnitPlan
-    mesh: Any
+    mesh: DeviceMesh | None
     layers: tuple[tuple[str, nn.Module], ...]
     """(name, module) of each decoder layer, found before wrapping, which renames classes."""
     size: ModelSize
@@ -156,7 +157,7 @@ def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, com
 
 
 def wrap_whole(
-    recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int = 0, *, compiles: bool = False
+    recipe: Recipe, model: PreTrainedModel, mesh: DeviceMesh | None, device: torch.device, before_kib: int = 0, *, compiles: bool = False
 ) -> Loaded:
     """Wrap a model that has all its weights on this rank, with the recipe's recomputation. The planner's trace starts here.
 

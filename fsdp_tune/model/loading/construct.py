@@ -31,7 +31,7 @@ from fsdp_tune.model.loading.nf4_files import refuse_other_quantisation, without
 from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.model.loading.stored_tensors import Stored, decoding, read_whole
-from fsdp_tune.model.loading.unfilled import not_converted, require_filled
+from fsdp_tune.model.loading.unfilled import LoadingInfo, not_converted, require_filled
 from fsdp_tune.model.loading.untie import tie_text, untie
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files
 from fsdp_tune.model.model_files import untrained_tokens
@@ -270,7 +270,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
     return model
 
 
-def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedModel, LoadingInfo]:
     """Return the model with the weights of its files, and the account of transformers about them (`output_loading_info`)."""
     name, files = str(recipe.model.name_or_path), None
     options: dict[str, object] = {
@@ -303,7 +303,7 @@ def _from_files(recipe: Recipe, config: PreTrainedConfig) -> tuple[PreTrainedMod
 
 def _from_codes(
     recipe: Recipe, config: PreTrainedConfig, files: WeightFiles, options: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, object]]:
+) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load a model whose quantised weights are decoded as transformers reads each of them."""
     empty = build_base(recipe, config)
     state = {name: _Lazy(stored) for name, stored in files.tensors.items()}
@@ -387,7 +387,7 @@ def is_embedding_trained(model: PreTrainedModel) -> bool:
 
 def trains_new_tokens(model: PreTrainedModel) -> bool:
     """Return whether all rows of embedding and head are trained in full: new ones begin with drawn values, which no adapter's file has."""
-    modules: list[Any] = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     return all(module.weight.requires_grad for module in modules)
 
 

@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, collected
 from fsdp_tune.core.reads import Reads
@@ -33,6 +33,8 @@ from fsdp_tune.run.written_files import require_unchanged_output
 _KINDS_SHOWN = 4
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
     from fsdp_tune.model.loading.tensor_account import BaseTensors, TensorAccount
 
 
@@ -119,7 +121,14 @@ def _problems_of_base(recipe: Recipe) -> list[Problem]:
 
 
 def _facts(
-    recipe: Recipe, config: Any, model: Any, base: BaseTensors | None, account: TensorAccount | None, *, packaged: bool, has_files: bool
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    model: PreTrainedModel,
+    base: BaseTensors | None,
+    account: TensorAccount | None,
+    *,
+    packaged: bool,
+    has_files: bool,
 ) -> ModelFacts:
     from fsdp_tune.model.internals.transformers_internals import attention_of
     from fsdp_tune.model.loading import construct
@@ -169,7 +178,7 @@ def _facts(
     )
 
 
-def _kept_by_class(recipe: Recipe, config: Any) -> dict[str, tuple[str, ...]]:
+def _kept_by_class(recipe: Recipe, config: PreTrainedConfig) -> dict[str, tuple[str, ...]]:
     import torch
 
     from fsdp_tune.model.loading.construct import construct
@@ -179,7 +188,7 @@ def _kept_by_class(recipe: Recipe, config: Any) -> dict[str, tuple[str, ...]]:
         return kinds_in_fp32(lambda dtype: construct(recipe, config, dtype))
 
 
-def _kept_notices(recipe: Recipe, model: Any) -> list[Notice]:
+def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
     """Return the notice about parameters that stay in fp32 although the recipe stores the model's parameters in bf16."""
     from fsdp_tune.model.shard.local import kept_in_fp32
 
@@ -194,7 +203,7 @@ def _kept_notices(recipe: Recipe, model: Any) -> list[Notice]:
     return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
 
 
-def _adapter(recipe: Recipe, model: Any) -> dict[str, object]:
+def _adapter(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
     from fsdp_tune.model.adapters.lora import adapter_config, name_in_base, name_in_file
     from fsdp_tune.model.adapters.nf4 import describe_nf4, layers_in_4_bits
 
@@ -207,7 +216,7 @@ def _adapter(recipe: Recipe, model: Any) -> dict[str, object]:
     }
 
 
-def adapter_facts(model: Any) -> AdapterFacts:
+def adapter_facts(model: PreTrainedModel) -> AdapterFacts:
     from fsdp_tune.model.adapters.lora import adapters_of, is_of_adapter
     from fsdp_tune.model.shard.local import count_elements
 
@@ -228,7 +237,7 @@ def _optimizer_problems(recipe: Recipe) -> list[Problem]:
     return optimizer_problems(recipe)
 
 
-def _untrained_experts(model: Any) -> list[Notice]:
+def _untrained_experts(model: PreTrainedModel) -> list[Notice]:
     from fsdp_tune.model.adapters.lora import stacks_without_adapters
 
     stacks = stacks_without_adapters(model)
@@ -240,7 +249,7 @@ def _untrained_experts(model: Any) -> list[Notice]:
     return [Notice("lora-experts-frozen", message)]
 
 
-def _untrained_parts(model: Any) -> list[Notice]:
+def _untrained_parts(model: PreTrainedModel) -> list[Notice]:
     from fsdp_tune.model.adapters.targets import parts_without_text
 
     parts = [name for name in parts_without_text(model) if any(True for _ in model.get_submodule(name).parameters())]
@@ -250,7 +259,7 @@ def _untrained_parts(model: Any) -> list[Notice]:
     return [Notice("lora-text-alone", message)]
 
 
-def _wrapping(recipe: Recipe, model: Any) -> dict[str, object]:
+def _wrapping(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:
     from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
     from fsdp_tune.model.shard.local import count_elements
 
@@ -264,7 +273,7 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, object]:
     }
 
 
-def _limits(recipe: Recipe, model: Any, *, packaged: bool, positions: int | None) -> tuple[list[Problem], list[Notice]]:
+def _limits(recipe: Recipe, model: PreTrainedModel, *, packaged: bool, positions: int | None) -> tuple[list[Problem], list[Notice]]:
     from fsdp_tune.model.loading.construct import tie_notices
     from fsdp_tune.model.loading.packing import packing_problem
     from fsdp_tune.model.loading.positions import beyond_table_of_positions

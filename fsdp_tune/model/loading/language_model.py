@@ -69,7 +69,7 @@ def write_language_model(name: str, directory: Path, *, revision: str = "main") 
 def _load(name: str, revision: str, config: PreTrainedConfig) -> PreTrainedModel:
     if settings := quantisation_of(config.to_dict()):
         raise _refused(name, f"its weights are quantised ({method_of(settings)})", "name the model in 16 bits")
-    kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None or not issubclass(kind, PreTrainedModel):
         raise _refused(name, f"transformers has no class {config.architectures}, which its config.json names", None)
     forget_kernels(config)
@@ -104,7 +104,7 @@ def language_model_of(full: PreTrainedModel, name: str) -> PreTrainedModel:
     setattr(config, TIE_KEY, head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None))
     with torch.device("meta"):
         text: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=full.dtype)
-    found: Any = full.get_decoder()
+    found = full.get_decoder()
     if type(found) is type(text):
         text = found
     elif head is not None and type(found) is type(text.base_model):

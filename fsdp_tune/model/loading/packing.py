@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -121,13 +120,13 @@ def _deviations(model: PreTrainedModel) -> PackedDeviations:
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         with packing_known(positions, attention_of(model.config)):
-            found: Any = model(input_ids=tokens, position_ids=positions, use_cache=False)
-        return found.logits[0, second]
+            return model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, second]
 
-    alone: Any = model(input_ids=ids[:, second], use_cache=False)
-    one = logits(ids)
-    others, alone = (float(((one - other).norm(dim=-1) / one.norm(dim=-1)).max()) for other in (logits(changed), alone.logits[0]))
-    return PackedDeviations(others, alone)
+    def moved(other: torch.Tensor) -> float:
+        return float(((one - other).norm(dim=-1) / one.norm(dim=-1)).max())
+
+    one, alone = logits(ids), model(input_ids=ids[:, second], use_cache=False).logits[0]
+    return PackedDeviations(moved(logits(changed)), moved(alone))
 
 
 @contextlib.contextmanager

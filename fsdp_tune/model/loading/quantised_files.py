@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from fsdp_tune.model.internals.transformers_internals import eager_config
 from fsdp_tune.model.kernels.fake_quantised import base_config, plan_quantised, prepare_quantised
@@ -94,7 +94,7 @@ def patterns_of(left: Sequence[str], quantised: Collection[str]) -> list[str]:
     return [f"{name}.weight" if any(each.startswith(name) for each in quantised) else name for name in left]
 
 
-def _load(folder: Path, **options: Any) -> Any:
+def _load(folder: Path, **options: object) -> PreTrainedModel:
     config = eager_config(folder)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, trust_remote_code=False, output_loading_info=True, **options)
     model, report = loaded

@@ -55,7 +55,7 @@ def published_names(config: PreTrainedConfig, model: PreTrainedModel, layout: Ba
     """Return the names of the model's modules in the class that the base's config.json names, if it is another one: PEFT and vLLM load an
     adapter into that. `config`: that of the base.
     """
-    kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
     if type(config) is type(model.config) or not layout.renamed or kind is None:
         return None
     with torch.device("meta"):
@@ -279,7 +279,7 @@ def _groups(tensors: Sequence[FileTensor]) -> Iterator[list[FileTensor]]:
 
 def _numbered(tensors: Sequence[FileTensor]) -> Iterator[FileTensor]:
     """Yield the tensors, those of all experts of a parameter as one with a `count`."""
-    series: dict[tuple[Any, ...], list[FileTensor]] = defaultdict(list)
+    series: dict[tuple[str, tuple[int, ...], tuple[Piece, ...]], list[FileTensor]] = defaultdict(list)
     for tensor in tensors:
         number = _last_number(tensor.name)
         template = tensor.name if number is None else tensor.name[: number.start()] + "{}" + tensor.name[number.end() :]

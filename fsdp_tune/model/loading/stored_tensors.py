@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -23,6 +23,10 @@ from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
 from fsdp_tune.core.tensors.encoded import Encoded
 from fsdp_tune.core.tensors.encodings import Encodings
 from fsdp_tune.core.tensors.file_formats import DamagedHeader, HeaderEntry, read_header
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 DTYPES = {
     "F64": torch.float64,
@@ -132,7 +136,7 @@ def decoding() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=6)
-def _read_array(stored: Stored) -> Any:
+def _read_array(stored: Stored) -> npt.NDArray[np.generic]:
     """Return a tensor, as it is stored, in numpy: parts of one weight are decoded one after the other, and need the same scales."""
     kind = next(OF_SAFETENSORS[name].numpy for name, dtype in DTYPES.items() if dtype == stored.dtype)
     return read_whole(stored).view(torch.uint8).numpy().view(kind).reshape(stored.shape)

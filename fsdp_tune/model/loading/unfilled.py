@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -87,11 +87,17 @@ def missing_parameters(recipe: Recipe, model: PreTrainedModel, state: Mapping[st
     return [name for name in left if not any(pattern.search(name) for pattern in optional)]
 
 
-def require_filled(recipe: Recipe, model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
-    """Refuse a loaded model of which transformers drew parameters at random, whatever the format of its files. Raises: usage error.
+class LoadingInfo(TypedDict):
+    """What transformers returns with `output_loading_info`; the fields that are read."""
 
-    `loading`: the result of `output_loading_info`.
-    """
+    missing_keys: set[str]
+    """Parameters that no file has."""
+    mismatched_keys: Collection[tuple[str, Sequence[int], Sequence[int]]]
+    """(parameter, shape in the file, shape in the model)"""
+
+
+def require_filled(recipe: Recipe, model: PreTrainedModel, loading: LoadingInfo) -> None:
+    """Refuse a loaded model of which transformers drew parameters at random, whatever the format of its files. Raises: usage error."""
     where = Where(key="model.name_or_path")
     state = {name: tensor for name, tensor in _named_tensors(model).items() if name in model.state_dict()}
     shapes = {name: stored for name, stored, _ in loading["mismatched_keys"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
@@ -49,8 +48,7 @@ def _check_shards(folder: Path, index: Path) -> list[Problem]:
     if problems := _check_pointer(index):
         return problems
     try:
-        found: Any = json.loads(index.read_bytes())
-        names = sorted(set(found["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"the index of the weights cannot be read ({type(error).__name__}: {error})"
         return [Problem("model-weights-damaged", message, Where(str(index)), "download or copy the file again")]

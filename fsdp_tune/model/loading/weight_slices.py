@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +88,7 @@ def read_headers(file: Callable[[str], Path | None]) -> BaseTensors:
     found = [(path, entry) for path in sorted(paths) for entry in headers_of(path)]
     types = {entry.name: StoredType(entry.dtype, entry.shape) for _, entry in found}
 
-    def read(name: str) -> Any:
+    def read(name: str) -> Mapping[str, object] | None:
         return json.loads(path.read_bytes()) if (path := file(name)) is not None else None
 
     settings = settings_of_files(read, types) if paths else {}

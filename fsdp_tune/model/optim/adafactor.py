@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import ParamsT
 
 from fsdp_tune.model.optim.lean_adamw import restore_moments
 from fsdp_tune.model.shard.local import Sharding, local_part, sharding_of
@@ -87,7 +88,7 @@ class _ParameterPart:
 class ShardedAdafactor(torch.optim.Optimizer):
     """Adafactor without relative steps and scaling by the parameter, as under transformers' Trainer. For FSDP2 and DDP."""
 
-    def __init__(self, params: Any, *, lr: float) -> None:
+    def __init__(self, params: ParamsT, *, lr: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
         self._steps: dict[torch.Tensor, int] = {}  # per parameter: the planner's tensors have no values
 

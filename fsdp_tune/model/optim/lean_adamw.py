@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from fsdp_tune.model.internals.torch_internals import FUSED_ADAMW
 from fsdp_tune.model.shard.local import local_part, sharding_of
@@ -32,7 +33,7 @@ class LeanAdamW(torch.optim.AdamW):
     The state has the layout of torch's: DTensors where parameters are. For FSDP2 and DDP, where the offset of a shard is known.
     """
 
-    def __init__(self, params: Any, *, state_dtype: torch.dtype | None, rounds_parameters: bool, seed: int, **options: Any) -> None:
+    def __init__(self, params: ParamsT, *, state_dtype: torch.dtype | None, rounds_parameters: bool, seed: int, **options: Any) -> None:
         super().__init__(params, **options)
         self.state_dtype, self.rounds_parameters, self.seed = state_dtype, rounds_parameters, seed
         self._steps: dict[torch.Tensor, int] = {}  # per parameter, on the host: reading the device's copy would synchronise
@@ -44,9 +45,9 @@ class LeanAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 position += 1
                 if parameter.grad is not None:
-                    self._update(parameter, group, position)
+                    self._update(parameter, parameter.grad, group, position)
 
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[parameter]
         if not state:
             self._steps[parameter] = 0
@@ -56,13 +57,13 @@ class LeanAdamW(torch.optim.AdamW):
             self._steps[parameter] = int(state["step"])
         return state
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], position: int) -> None:
         state = self._state_of(parameter)
         state["step"] += 1
         self._steps[parameter] += 1
         keys = [rounding_key(self.seed, self._steps[parameter], position, which) for which in range(3)]
         stored = [_flat(tensor) for tensor in (parameter, *(state[name] for name in MOMENTS))]
-        gradient = _flat(parameter.grad)
+        gradient = _flat(gradient)
         beta1, beta2 = group["betas"]
         update = FUSED_ADAMW.get()
         for part in _pieces(parameter):
@@ -105,7 +106,7 @@ def restore_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
         }
 
 
-def _flat(tensor: Any) -> torch.Tensor:
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor as a flat view in memory order."""
     return local_part(tensor).detach().view(-1)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.families import STATE_DECAY
@@ -76,14 +77,14 @@ class _MatrixPart:
 class Muon(AdamW):
     """Updates groups with `orthogonal: True` as `torch.optim.Muon` does, others by AdamW. For FSDP2 and DDP."""
 
-    def __init__(self, params: Any, *, muon: dict[str, Any], **options: Any) -> None:
+    def __init__(self, params: ParamsT, *, muon: dict[str, object], **options: object) -> None:
         """`muon`: arguments of `torch.optim.Muon` except learning rate and weight decay."""
         super().__init__(params, **options)
         for group in self.param_groups:
             group.setdefault(ORTHOGONAL, False)
             group |= muon if group[ORTHOGONAL] else {}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's expects a step count for each parameter
 
     @torch.no_grad()

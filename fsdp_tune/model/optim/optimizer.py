@@ -61,15 +61,19 @@ def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
         internals.ORIGINAL_DTYPE.set(group, torch.float32)  # what `foreach_reduce` casts its output to before torch 2.15
 
 
-def round_before_step(optimizer: Any) -> None:
+_ROUNDS = "rounds_gradients"
+"""An attribute of optimizers that cast gradients before each step."""
+
+
+def round_before_step(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer cast gradients to the dtype of their parameters before each step, as torch's own require."""
     optimizer.register_step_pre_hook(_round_gradients)
-    optimizer.rounds_gradients = True
+    setattr(optimizer, _ROUNDS, True)
 
 
 def rounds_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer casts gradients before each step."""
-    return bool(getattr(optimizer, "rounds_gradients", False))
+    return bool(getattr(optimizer, _ROUNDS, False))
 
 
 @torch.no_grad()

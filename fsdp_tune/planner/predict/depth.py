@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +116,7 @@ class _Splice:
 
     # ---- Positions of the layers
 
-    def stretch_of(self, layers: npt.NDArray[Any]) -> Int64:
+    def stretch_of(self, layers: npt.NDArray[np.integer]) -> Int64:
         layers = layers.astype(np.int64)
         return np.where(layers < 0, OUTSIDE, (layers - self.first) // self.period)
 

@@ -9,7 +9,6 @@ determine it; padding of uneven shards is less than a row per shard.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,7 +88,7 @@ def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
     slice_tokens = min(tokens, traced.facts.slice_tokens or tokens)
     slices = tokens / slice_tokens
 
-    def sized(table: Records, column: str) -> npt.NDArray[Any]:
+    def sized(table: Records, column: str) -> npt.NDArray[np.int64 | np.float64]:
         values = table[column]
         in_batch = np.where(values % prime == 0, values // prime * micro_batch, values)
         of_steps = np.where((values % slice_prime == 0) & (values % prime != 0), values // slice_prime * slice_tokens, in_batch)

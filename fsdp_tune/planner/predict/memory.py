@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +99,7 @@ def _host_peak(events: Records) -> int:
     return int(np.cumsum(np.where(events["kind"] == KINDS.index("optimizer state"), sizes, powers)).max(initial=0))
 
 
-def place(trace: Trace, record: Any) -> str:
+def place(trace: Trace, record: np.void) -> str:
     """Describe the position of a record in the run."""
     step, layer = int(record["step"]), int(record["layer"])
     phase, module = PHASES[int(record["phase"])], trace.modules[int(record["module"])]

@@ -106,14 +106,14 @@ class SmallestHardware(JsonAnswer):
 
     gpu: str
     num_processes: int
-    recipe_changes: dict[str, Any]
+    recipe_changes: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan(JsonAnswer):
     """A recipe that was trained for a few steps on this machine, beside its prediction. Unknown values are None."""
 
-    recipe_changes: dict[str, Any]
+    recipe_changes: dict[str, object]
     """Changed keys with their values, relative to the requested recipe; empty for that recipe."""
     batch: str
     outcome: str
@@ -171,7 +171,7 @@ class Plan:
     """Error of a figure on published runs, by its name."""
     unknown: list[str]
     assumptions: list[str]
-    recipe_changes: dict[str, Any]
+    recipe_changes: dict[str, object]
     """Changed keys with their values, relative to the requested recipe; empty for that recipe."""
     place: int | None = None
     """Rank from 1, among all recipes, including those that are not shown."""
@@ -196,10 +196,10 @@ class Plan:
     memory: Memory | None = None
     """Includes the timeline; not in the JSON."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the plan as JSON, without alternatives of alternatives and without timeline."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
-        found = {name: value.as_dict() if isinstance(value, JsonAnswer) else value for name, value in values.items()}
+        found: dict[str, object] = {name: value.as_dict() if isinstance(value, JsonAnswer) else value for name, value in values.items()}
         found["accuracy"] = {name: error.as_dict() for name, error in self.accuracy.items()}
         found["scaling"] = [row.as_dict() for row in self.scaling]
         found["measured"] = [each.as_dict() for each in self.measured]
@@ -252,8 +252,8 @@ SHORT = (
 )
 
 
-def _short(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in SHORT} | {"is_yours": not plan.recipe_changes}
+def _short(plan: Plan) -> dict[str, object]:
+    return {**{name: getattr(plan, name) for name in SHORT}, "is_yours": not plan.recipe_changes}
 
 
 def plan(
@@ -265,7 +265,7 @@ def plan(
     tokens: int | None = None,
     segments: Segments = "expandable",
     efficiency: Efficiency | None = None,
-    recipe_changes: dict[str, Any] | None = None,
+    recipe_changes: dict[str, object] | None = None,
 ) -> Plan:
     """Predict a resolved `recipe` on `hardware` from the `trace` of its step. Pure.
 
@@ -289,7 +289,13 @@ def plan(
         num_machines=recipe.launch.num_machines,
         fits=found.answer,
         fits_because=found.because,
-        **_memory(found, hardware),
+        peak_allocated_gib=found.memory.peak_allocated_bytes / GIB,
+        peak_reserved_gib=found.memory.peak_reserved_bytes / GIB,
+        device_gib=found.device_bytes / GIB,
+        usable_gib=found.usable_bytes / GIB,
+        where=found.memory.where,
+        components=_components(found, hardware),
+        memory=found.memory,
         step_seconds=timed.step_seconds if timed else None,
         tokens_per_second_per_device=speed,
         mfu=_mfu(trace, hardware, speed, unknown),
@@ -308,24 +314,16 @@ def plan(
     )
 
 
-def _memory(found: Fit, hardware: Hardware) -> dict[str, Any]:
-    memory = found.memory
-    components = {name: size / GIB for name, size in memory.components.items()}
+def _components(found: Fit, hardware: Hardware) -> dict[str, float]:
+    """Return GiB at the peak by component, with those outside the allocator."""
+    components = {name: size / GIB for name, size in found.memory.components.items()}
     if hardware.name == CPU:
         components["process"] = found.outside_bytes / GIB
     else:
         components["CUDA context"] = CONTEXT_BYTES / GIB
     if found.outside_bytes > CONTEXT_BYTES and hardware.name != CPU:
         components["NCCL"] = (found.outside_bytes - CONTEXT_BYTES) / GIB
-    return {
-        "peak_allocated_gib": memory.peak_allocated_bytes / GIB,
-        "peak_reserved_gib": memory.peak_reserved_bytes / GIB,
-        "device_gib": found.device_bytes / GIB,
-        "usable_gib": found.usable_bytes / GIB,
-        "where": memory.where,
-        "components": components,
-        "memory": memory,
-    }
+    return components
 
 
 def model_size(trace: Trace) -> ModelDimensions | None:

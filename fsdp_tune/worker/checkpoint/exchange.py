@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -299,8 +299,7 @@ def _in_rounds(ranges: Sequence[ByteRange], limit: int) -> list[list[ByteRange]]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.numpy()  # its type has no `__buffer__`
-    return memoryview(array)
+    return tensor.numpy().data
 
 
 def _read_into(path: Path, start: int, buffer: memoryview) -> None:

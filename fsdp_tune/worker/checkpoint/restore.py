@@ -9,17 +9,19 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_tune.core.errors import failed_error
+from fsdp_tune.core.values import as_mapping
 from fsdp_tune.run.directory import Checkpoint, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, damage, mark_damaged, read_manifest
 from fsdp_tune.worker.agreement import from_rank0, gather
 from fsdp_tune.worker.checkpoint.exchange import RANK_FILES, WAYS_OUT, rank_file
-from fsdp_tune.worker.checkpoint.state import Live, load_model, load_optimizer, seed_for_rank, set_rng_state
+from fsdp_tune.worker.checkpoint.state import Live, OwnState, RankFile, load_model, load_optimizer, seed_for_rank, set_rng_state
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -86,31 +88,34 @@ def restore_optimizer(live: Live, checkpoint: str) -> None:
     load_optimizer(live, Path(checkpoint))
 
 
-def restore_own(checkpoint: str) -> dict[str, Any]:
+def _read_rank(checkpoint: str, name: str) -> RankFile:
+    """Return what a rank's own file holds, which cannot run code."""
+    return torch.load(Path(checkpoint) / name, weights_only=True)
+
+
+def restore_own(checkpoint: str) -> OwnState:
     """Return this rank's own state: sums since the last line, loss scale. At another world size, rank 0 gets all sums."""
     files = _rank_files(checkpoint)
     if len(files) == dist.get_world_size():
-        own: dict[str, Any] = torch.load(Path(checkpoint) / rank_file(dist.get_rank()), weights_only=True)["own"]
-        return own
+        return _read_rank(checkpoint, rank_file(dist.get_rank()))["own"]
     # Other ranks need only the values that are equal in all files, so they read one; reading all on every rank would be slow.
     read = files if dist.get_rank() == 0 else files[:1]
-    all_own = [torch.load(Path(checkpoint) / file, weights_only=True)["own"] for file in read]
-    sums = [sum(values) for values in zip(*(own["sums"] for own in all_own), strict=True)]
+    all_own = [_read_rank(checkpoint, file)["own"] for file in read]
+    sums = [sum(values, start=0.0) for values in zip(*(own["sums"] for own in all_own), strict=True)]
     return {**all_own[0], "sums": sums if dist.get_rank() == 0 else [0.0] * len(sums)}
 
 
 def restore_rng(checkpoint: str, seed: int, step: int, device_type: str) -> None:
     """Restore this rank's generators; at another world size each rank starts its own stream from seed, step and rank."""
     if len(_rank_files(checkpoint)) == dist.get_world_size():
-        state = torch.load(Path(checkpoint) / rank_file(dist.get_rank()), weights_only=True)
-        set_rng_state(state["rng"], device_type)
+        set_rng_state(_read_rank(checkpoint, rank_file(dist.get_rank()))["rng"], device_type)
     else:
         torch.manual_seed(seed_for_rank(seed, step))
 
 
-def restore_schedule(scheduler: Any, step: int) -> None:
+def restore_schedule(scheduler: object, step: int) -> None:
     """Set a schedule to `step` of the current recipe. The Trainer would load the values of the old schedule (transformers#9099)."""
-    if not hasattr(scheduler, "lr_lambdas"):
+    if not isinstance(scheduler, LambdaLR):
         raise failed_error(
             "schedule-not-a-function",
             f"{type(scheduler).__name__} is not a function of the step, so it cannot be resumed",
@@ -124,8 +129,7 @@ def restore_schedule(scheduler: Any, step: int) -> None:
 
 def trainer_state_json(trainer: Trainer) -> str:
     """Return transformers' TrainerState as JSON, with the state of callbacks that have one (early stopping)."""
-    stored: Any = trainer.state.stateful_callbacks or {}
-    callbacks: dict[str, Any] = dict(stored)
+    callbacks = dict(as_mapping(trainer.state.stateful_callbacks))
     # Requests of the control (stop, save, log) must not be restored: an extended run would stop immediately.
     callbacks.pop("TrainerControl", None)
     for callback in trainer.callback_handler.callbacks:

@@ -41,7 +41,7 @@ from fsdp_tune.run.rotation import rotate
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, refuse_one_directory, shared_small_files
-from fsdp_tune.worker.checkpoint.state import Live
+from fsdp_tune.worker.checkpoint.state import Live, OwnState, RankFile
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
@@ -55,13 +55,13 @@ _PORTABLE = 1
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     step: int
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    rank: dict[str, Any]
-    """This rank's own state: generators and sums."""
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, dict[str, torch.Tensor]]
+    """Parameter → kind → tensor."""
+    rank: RankFile
     trainer: str
     """trainer_state.json"""
-    facts: dict[str, Any]
+    facts: dict[str, object]
     best_step: int | None = None
     """The best evaluated step at the time of the snapshot. A later best step has no checkpoint before this one is written."""
 
@@ -71,16 +71,21 @@ class HostArena:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
-        self._unpin: weakref.finalize[..., Any] | None = None
+        self._unpin: weakref.finalize[[int], HostArena] | None = None
         self._used_bytes = 0
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Return a copy of a snapshot, independent of the live tensors. The copy returned before is overwritten."""
-        tensors = [*_tensors(snapshot.model), *_tensors(snapshot.optimizer)]
+        every = [*snapshot.model.values(), *(each for kinds in snapshot.optimizer.values() for each in kinds.values())]
+        tensors = [part for tensor in every for part in _parts(tensor)]
         on_device = any(tensor.is_cuda for tensor in tensors)
         self._reserve(sum(_aligned(tensor) for tensor in tensors), pinned=on_device)
         self._used_bytes = 0
-        copied = replace(snapshot, model=self._copy(snapshot.model), optimizer=self._copy(snapshot.optimizer))
+        copied = replace(
+            snapshot,
+            model=self._copies(snapshot.model),
+            optimizer={parameter: self._copies(kinds) for parameter, kinds in snapshot.optimizer.items()},
+        )
         if on_device:
             torch.cuda.current_stream().synchronize()
         return copied
@@ -100,9 +105,11 @@ class HostArena:
             self._unpin = weakref.finalize(self, unpin_memory, address)
             self._unpin.atexit = False
 
+    def _copies(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._copy(tensor) for name, tensor in tensors.items()}
+
     def _copy(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self._copy(inner) for key, inner in value.items()}
+        """Return a copy of a tensor of any class; any other value, as of a module's extra state, unchanged."""
         if isinstance(value, DTensor):
             mesh, size, stride = _on_host(value.device_mesh), value.shape, value.stride()
             return DTensor.from_local(self._copy(value.to_local()), mesh, value.placements, run_check=False, shape=size, stride=stride)
@@ -110,9 +117,9 @@ class HostArena:
             names, rest = value.__tensor_flatten__()
             inner = {name: self._copy(getattr(value, name)) for name in names}
             return type(value).__tensor_unflatten__(inner, rest, value.size(), value.stride())
-        return self._copy_tensor(value) if isinstance(value, torch.Tensor) else value
+        return self._copy_plain(value) if isinstance(value, torch.Tensor) else value
 
-    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_plain(self, tensor: torch.Tensor) -> torch.Tensor:
         size_bytes = tensor.numel() * tensor.element_size()
         # By numpy, so that the storage ends with the tensor: DCP copies tensors whose storage is larger before it writes them.
         part = torch.from_numpy(self._memory[self._used_bytes : self._used_bytes + size_bytes]).view(tensor.dtype).view(tensor.shape)
@@ -120,16 +127,13 @@ class HostArena:
         return part.copy_(tensor.detach(), non_blocking=True)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in nested dictionaries: the local ones of DTensors, those inside of torchao's."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, DTensor):
-        yield from _tensors(value.to_local())
+def _parts(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors of a tensor: the local one of a DTensor, those inside of torchao's. Of any other value, none."""
+    if isinstance(value, DTensor):
+        yield from _parts(value.to_local())
     elif wraps_others(type(value)):
         for name in value.__tensor_flatten__()[0]:
-            yield from _tensors(getattr(value, name))
+            yield from _parts(getattr(value, name))
     elif isinstance(value, torch.Tensor):
         yield value
 
@@ -141,6 +145,7 @@ def pin_memory(address: int, size_bytes: int) -> None:
 
 
 def unpin_memory(address: int) -> None:
+    """Undo `pin_memory`. Raises: CudaError, a RuntimeError."""
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
 
@@ -190,7 +195,7 @@ class Checkpointer:
     device_type: str
     asynchronous: bool
     keep: int | None
-    facts: dict[str, Any]
+    facts: dict[str, object]
     report: Callable[[Saved], None]
     heartbeat: HeartbeatWriter
     last_step: int | None = None
@@ -202,7 +207,7 @@ class Checkpointer:
     """Time that this rank has spent writing its own files of sharded checkpoints."""
     longest_seconds: float = 0.0
     """Duration of the slowest save of this launch, including the probe."""
-    _group: Any = field(default=None)
+    _group: dist.ProcessGroup | None = None
     _arena: HostArena = field(default_factory=HostArena)
     _thread: threading.Thread | None = None
     _pending: Saved | None = None
@@ -217,12 +222,12 @@ class Checkpointer:
         """Act on the rank that works in this run directory for the others; a failure is raised on every rank."""
         all_or_none(lambda: act() if leads_machine(is_scattered=self.is_scattered) else None, what, self._group)
 
-    def save(self, step: int, trainer: str, own: dict[str, Any], *, best_step: int | None) -> None:
+    def save(self, step: int, trainer: str, own: OwnState, *, best_step: int | None) -> None:
         """Save `step` after the previous save has ended. Failures are passed to `report`. `best_step` is protected from rotation."""
         with self.heartbeat.during("saving", step):
             self._save(step, trainer, own, best_step)
 
-    def _save(self, step: int, trainer: str, own: dict[str, Any], best_step: int | None) -> None:
+    def _save(self, step: int, trainer: str, own: OwnState, best_step: int | None) -> None:
         started = time.monotonic()
         self.wait()
         snapshot = self._snapshot(step, trainer, own, best_step)
@@ -242,8 +247,8 @@ class Checkpointer:
         """Step of the last save, even if it is still being written; the same on every rank at the same step."""
         return self._pending.step if self._pending is not None else self.last_step
 
-    def _snapshot(self, step: int, trainer: str, own: dict[str, Any], best_step: int | None = None) -> Snapshot:
-        rank = {"rng": live_state.rng_state(self.device_type), "own": own}
+    def _snapshot(self, step: int, trainer: str, own: OwnState, best_step: int | None = None) -> Snapshot:
+        rank: RankFile = {"rng": live_state.rng_state(self.device_type), "own": own}
         facts = {**self.facts, "step": step}
         return Snapshot(step, live_state.model_state(self.live), live_state.optimizer_state(self.live), rank, trainer, facts, best_step)
 
@@ -271,7 +276,7 @@ class Checkpointer:
         A thread starts with the first device of the machine, and DCP synchronises with the current device's stream: every rank of the
         machine would allocate memory there.
         """
-        module: Any = getattr(torch, self.device_type)
+        module = getattr(torch, self.device_type)
         index = None if self.device_type == "cpu" else module.current_device()
 
         def write() -> None:
@@ -292,7 +297,7 @@ class Checkpointer:
             saved.error = with_free_space(failure, self.run.path, self._size_bytes)
         saved.seconds = time.monotonic() - saved.requested_at
 
-    def probe(self, trainer: str, own: dict[str, Any]) -> float:
+    def probe(self, trainer: str, own: OwnState) -> float:
         """Save once under a stage name, verify the files by digest and remove them, so that a save that cannot work fails early.
 
         Return its duration in seconds.
@@ -375,7 +380,7 @@ class Checkpointer:
         """Give each machine a copy of the small files of rank 0. Return the manifest with what each machine has, and this one's files."""
         small = shared_small_files(parts[0])
 
-        def read() -> tuple[dict[str, bytes], dict[str, Any]]:
+        def read() -> tuple[dict[str, bytes], dict[str, object]]:
             return {name: (stage / name).read_bytes() for name in small}, manifest.facts
 
         copies, facts = from_rank0(read, "reading the small files", self._group)
@@ -418,7 +423,7 @@ class Checkpointer:
         self.written_seconds += time.perf_counter() - started
         return entries
 
-    def _write_sharded(self, state: dict[str, Any], stage: Path, directory: str) -> dict[str, FileEntry]:
+    def _write_sharded(self, state: dict[str, object], stage: Path, directory: str) -> dict[str, FileEntry]:
         writer, files = hashing_writer(stage / directory)
         try:
             dcp.save(state, storage_writer=writer, process_group=self._group)
@@ -454,7 +459,8 @@ def _empty_stage(stage: Path) -> None:
     DISK.mkdir(stage)
 
 
-def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str | None) -> dict[str, Any]:
+def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str | None) -> dict[str, object]:
+    """Return the facts of every manifest of a run, without its step."""
     return {
         "world_size": world_size,
         "mesh": mesh,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -52,7 +53,58 @@ class Live:
     """Whether frozen parameters and buffers are left out: those of an adapter's base, which is loaded from its own files."""
 
 
-def model_state(live: Live) -> dict[str, Any]:
+class PythonGenerator(TypedDict):
+    """`random.getstate()`."""
+
+    version: int
+    words: torch.Tensor
+    """int64 [625]"""
+    gauss: float | None
+
+
+class NumpyGenerator(TypedDict):
+    """`numpy.random.get_state()`."""
+
+    kind: str
+    keys: torch.Tensor
+    """int64 [624]"""
+    position: int
+    has_gauss: int
+    cached: float
+
+
+class Generators(TypedDict):
+    """The state of the generators of a rank; `torch` and `device` are bytes (uint8)."""
+
+    python: PythonGenerator
+    numpy: NumpyGenerator
+    device: NotRequired[torch.Tensor]
+    """A rank on the CPU has none."""
+    torch: torch.Tensor
+
+
+class OwnState(TypedDict):
+    """The state of a rank that no other rank has. Files of earlier versions lack some of it."""
+
+    sums: list[float]
+    """Totals since the last line of metrics.jsonl."""
+    loss_scale: dict[str, float] | None
+    """Of fp16."""
+    skipped_steps: NotRequired[int]
+    unwritten: list[str]
+    """Lines of metrics.jsonl that could not be written."""
+    rows: NotRequired[object]
+    """What the training rows need beyond the step."""
+
+
+class RankFile(TypedDict):
+    """A rank's own file in a checkpoint."""
+
+    rng: Generators
+    own: OwnState
+
+
+def model_state(live: Live) -> dict[str, torch.Tensor]:
     """Return tensors by name (DTensors if sharded), each parameter once, so that tied weights are not written twice."""
     state = {name: plain(value) for name, value in get_model_state_dict(live.wrapped).items()}
     tied = _tied_names(live.wrapped)
@@ -63,9 +115,9 @@ def model_state(live: Live) -> dict[str, Any]:
     return gathered(unique) if live.full else unique
 
 
-def gathered(state: dict[str, Any]) -> dict[str, Any]:
+def gathered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return full tensors in rank 0's host memory, {} on other ranks; one at a time, so that no device holds two of them."""
-    whole: dict[str, Any] = {}
+    whole: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
@@ -79,7 +131,7 @@ def _tied_names(model: nn.Module) -> set[str]:
     return {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first}
 
 
-def optimizer_state(live: Live) -> dict[str, Any]:
+def optimizer_state(live: Live) -> dict[str, dict[str, torch.Tensor]]:
     """Return the optimizer's tensors, as parameter → kind → tensor; collective. Learning rates and decay come from the recipe.
 
     {} before the first update, and without parameters that were never updated: for an optimizer without state,
@@ -89,13 +141,15 @@ def optimizer_state(live: Live) -> dict[str, Any]:
     if not any(gather(bool(live.optimizer.state))):
         return {}
     state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
-    tensors: dict[str, dict[str, Any]] = state["state"]
-    for parameter, kinds in tensors.items():
+    values: dict[str, dict[str, object]] = state["state"]
+    tensors: dict[str, dict[str, torch.Tensor]] = {parameter: {} for parameter in values}
+    for parameter, kinds in values.items():
         for kind, value in kinds.items():
             if not isinstance(value, torch.Tensor):
                 raise failed_error(
                     "optimizer-state-not-tensor", f"the optimizer keeps `{kind}` of {parameter} as {type(value).__name__}, not as a tensor"
                 )
+            tensors[parameter][kind] = value
     return {parameter: gathered(kinds) for parameter, kinds in tensors.items()} if live.full else tensors
 
 
@@ -118,10 +172,10 @@ def _read_model(live: Live, directory: Path) -> None:
         frozen = {plain_name(name) for name, parameter in live.wrapped.named_parameters() if not parameter.requires_grad}
         _check_names(state, directory / SHARD_FOLDER, frozen)
         dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER, live.scattered))
-    set_model_state_dict(live.wrapped, state, options=StateDictOptions(strict=False))
+    set_model_state_dict(live.wrapped, {**state}, options=StateDictOptions(strict=False))
 
 
-def _read_whole(state: dict[str, Any], directory: Path) -> None:
+def _read_whole(state: dict[str, torch.Tensor], directory: Path) -> None:
     with safe_open(directory / FULL_MODEL_FILE, framework="pt") as file:
         lost = sorted(state.keys() - set(file.keys()))
         if lost:
@@ -135,18 +189,18 @@ def _read_whole(state: dict[str, Any], directory: Path) -> None:
             copy_part(target, file.get_tensor(name))  # one tensor at a time: a host cannot hold a full model for each rank
 
 
-def _check_names(state: dict[str, Any], directory: Path, frozen: set[str]) -> None:
+def _check_names(state: dict[str, torch.Tensor], directory: Path, frozen: set[str]) -> None:
     """Check names, shapes and dtypes: DCP ignores unknown tensors and casts silently, so it would load another model's checkpoint.
 
     Only frozen parameters may be stored in another dtype: FSDP1 holds a unit in one dtype, FSDP2 its frozen part in the compute dtype. A
     cast then gives what loading the base gives.
     """
-    stored = {name.removeprefix("model."): entry for name, entry in RestrictedReader(directory).read_metadata().state_dict_metadata.items()}
+    listed = RestrictedReader(directory).read_metadata().state_dict_metadata
+    stored = {name.removeprefix("model."): each for name, each in listed.items() if isinstance(each, TensorStorageMetadata)}
     problems = [f"`model.{name}` is missing" for name in sorted(state.keys() - stored.keys())]
     problems += [f"`model.{name}` is not in the model" for name in sorted(stored.keys() - state.keys())]
     for name in sorted(state.keys() & stored.keys()):
-        entry: Any = stored[name]
-        shape, dtype, wanted = tuple(entry.size), entry.properties.dtype, state[name]
+        shape, dtype, wanted = tuple(stored[name].size), stored[name].properties.dtype, state[name]
         is_dtype_right = dtype == wanted.dtype or (name in frozen and dtype.is_floating_point and wanted.dtype.is_floating_point)
         if shape != tuple(wanted.shape) or not is_dtype_right:
             problems.append(f"`model.{name}` is {shape} {dtype}, the model has {tuple(wanted.shape)} {wanted.dtype}")
@@ -177,11 +231,11 @@ def load_optimizer(live: Live, directory: Path) -> None:
         group.update(values)
 
 
-def _of_parameters(state: dict[str, dict[str, Any]], names: set[str]) -> dict[str, dict[str, Any]]:
+def _of_parameters(state: dict[str, dict[str, torch.Tensor]], names: set[str]) -> dict[str, dict[str, torch.Tensor]]:
     return {parameter: kinds for parameter, kinds in state.items() if parameter in names}
 
 
-def _parameters_with_state(state: dict[str, dict[str, Any]], directory: Path) -> set[str]:
+def _parameters_with_state(state: dict[str, dict[str, torch.Tensor]], directory: Path) -> set[str]:
     """Return the parameters of `state` that have sharded optimizer state, stored as `optimizer.state.PARAMETER.KIND`."""
     found: set[str] = set()
     # Read before `dcp.load`, which would wrap an error of the reader in a CheckpointException.
@@ -193,7 +247,7 @@ def _parameters_with_state(state: dict[str, dict[str, Any]], directory: Path) ->
     return found
 
 
-def _load_sharded(state: dict[str, dict[str, Any]], directory: Path, scattered: ScatteredFiles | None) -> None:
+def _load_sharded(state: dict[str, dict[str, torch.Tensor]], directory: Path, scattered: ScatteredFiles | None) -> None:
     if not state:
         return
     try:
@@ -212,18 +266,18 @@ def _load_sharded(state: dict[str, dict[str, Any]], directory: Path, scattered: 
         ) from error
 
 
-def rng_state(device_type: str) -> dict[str, Any]:
+def rng_state(device_type: str) -> Generators:
     """Return the state of every generator that a step uses, as tensors and numbers (loadable without running code)."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, Any] = {
+    of_numpy = np.random.get_state(legacy=False)
+    state: Generators = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
-            "kind": kind,
-            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": cached,
+            "kind": of_numpy["bit_generator"],
+            "keys": torch.from_numpy(np.asarray(of_numpy["state"]["key"], dtype=np.int64)),
+            "position": of_numpy["state"]["pos"],
+            "has_gauss": of_numpy["has_gauss"],
+            "cached": of_numpy["gauss"],
         },
         "torch": torch.get_rng_state(),
     }
@@ -232,7 +286,8 @@ def rng_state(device_type: str) -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any], device_type: str) -> None:
+def set_rng_state(state: Generators, device_type: str) -> None:
+    """Restore the generators from `rng_state`. A device whose state is missing keeps its own: the run was on the CPU before."""
     python, numpy_state = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, ReadItem
@@ -38,6 +38,9 @@ from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.run.manifest import Digester, FileEntry
 from fsdp_tune.worker.checkpoint.exchange import ByteRange, ScatteredFiles
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 
 class HashingStream(io.RawIOBase):
     """A file that is written sequentially through `DISK`, with a running digest. It cannot seek."""
@@ -52,7 +55,7 @@ class HashingStream(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         view = memoryview(data).cast("B")
         try:
             DISK.write(self._file, view)
@@ -192,7 +195,7 @@ class BlocksOnHost(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._on_device: dict[int, Any] = {}
+        self._on_device: dict[int, torch.Tensor] = {}
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         tensor: torch.Tensor = super().resolve_tensor(read_item)
@@ -227,17 +230,17 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
         stream.write(head)
         for tensor in tensors.values():
             if tensor.numel():
-                stream.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+                stream.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     finally:
         stream.close()
     return stream.entry()
 
 
-def write_torch(path: Path, value: Any) -> FileEntry:
+def write_torch(path: Path, value: object) -> FileEntry:
     """Call `torch.save` on a Python file, so that the bytes are hashed and tests can inject failures."""
     stream = HashingStream(path)
     try:
-        torch.save(value, cast(Any, stream))
+        torch.save(value, cast(IO[bytes], stream))
     except Exception:
         if stream.refused is not None:
             raise stream.refused from None

@@ -9,11 +9,22 @@ stands still writes first. `torchfrtrace RUN/logs/flight-recorder` compares the 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TypedDict
 
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Collective
 from fsdp_tune.worker.rank import FLIGHT_FILE_PREFIX
+
+
+class FlightEntry(TypedDict):
+    """A collective in the buffer, with the fields that are read."""
+
+    process_group: list[str]
+    """Name and description."""
+    collective_seq_id: int
+    profiling_name: str
+    retired: bool
+    """Whether it has ended."""
 
 
 def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
@@ -28,7 +39,7 @@ def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
     if whole is None or as_json is None:
         return None
     (run.flight_recorder / f"{FLIGHT_FILE_PREFIX}{rank}").write_bytes(whole())
-    entries: list[dict[str, Any]] = [entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")]
+    entries: list[FlightEntry] = [entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")]
     if not entries:
         return None
     unfinished = [entry for entry in entries if not entry["retired"]]
@@ -40,5 +51,5 @@ def dump(run: RunDir, rank: int, device_type: str) -> Collective | None:
     return Collective(name, number, _group(shown), not unfinished, entered)
 
 
-def _group(entry: dict[str, Any]) -> str:
+def _group(entry: FlightEntry) -> str:
     return str(entry["process_group"][0])

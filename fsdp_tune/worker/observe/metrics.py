@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,25 @@ from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rows.batches import Batch
 from fsdp_tune.worker.rows.training_rows import TrainingRows
 from fsdp_tune.worker.step_observer import LoggedStep, RankTimes, StepObserver
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Totals(TypedDict):
+    """The sums of all ranks since the last line."""
+
+    attended_length: float
+    """Tokens that a token attends to, on average."""
+    loss_sum: float
+    tokens: float
+    supervised_tokens: float
+    data_wait_seconds: float
+    """Of this rank."""
+    grad_norm: float
+    """Of rank 0."""
+    source_losses: list[float | None]
+    """Mean token loss of each source; None for one without supervised tokens."""
 
 
 class Sums:
@@ -94,7 +113,7 @@ class Sums:
         """Return the loss sum of each source, then the supervised tokens of each."""
         return [] if self.source_losses is None else [*self.source_losses.tolist(), *map(float, self._source_supervised)]
 
-    def reduced(self, grad_norm: float = 0.0) -> dict[str, Any]:
+    def reduced(self, grad_norm: float = 0.0) -> Totals:
         """One all-reduce: loss sum, tokens and supervised tokens of all ranks, also by source; the wait of this rank.
 
         `grad_norm` of rank 0 is returned on all ranks, so that they compare the same number.
@@ -135,7 +154,7 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 def model_size(loaded: Loaded) -> ModelDimensions | None:
     """Return the model's numbers for the MFU formula; None if its config lacks them."""
-    config: Any = loaded.model.config.get_text_config()
+    config = loaded.model.config.get_text_config()
     layers, active = LAYERS.of(config), loaded.size.active_parameters
     heads, width = mean_heads(config)
     if not layers or not heads or not width or active is None:
@@ -163,6 +182,8 @@ class Lines(StepObserver):
         self.tokens = 0
         """Non-padding tokens of all ranks since the start of the run."""
         self.last_loss: float | None = None
+        self.last_grad_norm: float | None = None
+        """Of rank 0; None for a step without one."""
         self.checkpoint_stall_seconds = 0.0
         """For which saves that ended since the last line have held up the training."""
         self._time = time.monotonic()
@@ -176,20 +197,21 @@ class Lines(StepObserver):
         """Takes time that was no part of a step (evaluation, a save) out of the next line."""
         self._time += seconds
 
-    def facts(self, step: LoggedStep) -> dict[str, Any]:
+    def facts(self, step: LoggedStep) -> dict[str, object]:
         """All ranks take part; the numbers are the same on each, but for memory and waiting, which are this rank's."""
         seconds = time.monotonic() - self._time
         steps = max(1, step.step - self._step)
         totals = self.sums.reduced(step.grad_norm or 0.0)
         self.tokens += int(totals["tokens"])
         self.last_loss = totals["loss_sum"] / totals["supervised_tokens"]
+        self.last_grad_norm = None if step.grad_norm is None else totals["grad_norm"]
         self.sums.reset()
         self.start(step.step)
         stall_seconds, self.checkpoint_stall_seconds = self.checkpoint_stall_seconds, 0.0
         speed = totals["tokens"] / seconds / self._devices
         return {
             "loss": self.last_loss,
-            "grad_norm": None if step.grad_norm is None else totals["grad_norm"],
+            "grad_norm": self.last_grad_norm,
             "learning_rate": step.learning_rate,
             "tokens": self.tokens,
             "supervised_tokens": int(totals["supervised_tokens"]),
@@ -207,8 +229,8 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     """Name of the first module, in the order of the forward, whose output has a NaN or an infinity; collective under FSDP."""
     bad: list[str] = []
 
-    def watch(name: str) -> Any:
-        def hook(_module: nn.Module, _args: object, output: Any) -> None:
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
             if not bad and any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in _tensors(output)):
                 bad.append(name)
 
@@ -226,7 +248,7 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     return bad[0] if bad else None
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -260,19 +282,24 @@ class ExpertLoads(StepObserver, TrainerCallback):
         self._layers: dict[str, torch.Tensor] = {}
         """Tokens of each expert by layer, on this rank, int64 on the device; one more for indices that stand for no expert."""
         self._is_counting = self._is_counted = False
-        self._backward: Any = GRAPH_TASK.get()
-        for name, module in model.named_modules() if self._backward is not None else ():
+        backward: Callable[[], int] | None = GRAPH_TASK.get()
+        if backward is None:
+            return
+        for name, module in model.named_modules():
             parameters = list(inspect.signature(type(module).forward).parameters)[1:]
             argument = next((index for index, each in enumerate(parameters) if each in EXPERT_INDEX_ARGUMENTS), None)
             experts = getattr(module, "num_experts", None)
             if argument is not None and isinstance(experts, int):
                 self._layers[plain_name(name)] = counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
-                self._count_calls(module, argument, parameters[argument], counts)
+                self._count_calls(module, argument, parameters[argument], counts, backward)
 
-    def _count_calls(self, module: nn.Module, position: int, name: str, counts: torch.Tensor) -> None:
+    def _count_calls(self, module: nn.Module, position: int, name: str, counts: torch.Tensor, backward: Callable[[], int]) -> None:
+        """Count when `module` is called. Its indices are the argument at `position`, or of this `name`; `backward` returns the number
+        of the running one, or `_NO_BACKWARD`."""
+
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A layer that is recomputed runs a second time, inside the backward.
-            if not self._is_counting or not module.training or self._backward() != _NO_BACKWARD:
+            if not self._is_counting or not module.training or backward() != _NO_BACKWARD:
                 return
             indices = (kwargs[name] if name in kwargs else args[position]).detach().reshape(-1)
             counts.scatter_add_(0, indices.long(), torch.ones_like(indices, dtype=torch.int64))
@@ -290,7 +317,7 @@ class ExpertLoads(StepObserver, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._is_counting = False
 
-    def facts(self, step: LoggedStep) -> dict[str, Any]:
+    def facts(self, step: LoggedStep) -> dict[str, object]:
         """Return the fields of the line of the step that has ended. Collective: tokens are summed over all ranks."""
         if not self._layers or not self._is_counted:
             return {}
@@ -362,8 +389,8 @@ class StepShares(StepObserver, TrainerCallback):
     def attach(self, trainer: Any) -> None:
         self._times = None if self.has_device_clock else trainer.times
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _timed(self, call: Callable[P, R]) -> Callable[P, R]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
             with self._times.waiting() if self._times is not None else nullcontext():
                 if not self._is_measuring:
                     return call(*args, **kwargs)

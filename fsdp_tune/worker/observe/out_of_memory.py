@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ def live_components(trainer: FsdpTrainer) -> dict[str, int]:
     """Return the bytes on the device of this rank that persist between steps."""
     device = trainer.args.device
     parameters = list(trainer.wrapped.parameters())
-    moments = [value for entry in trainer.optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    moments = [value for entry in trainer.live_optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
     return {
         "parameters": _bytes(parameters, device),
         "gradients": _bytes((p.grad for p in parameters if p.grad is not None), device),
@@ -158,7 +158,7 @@ class Moment:
         everything = {**self.components, **({REST: rest} if rest > 0 else {})}
         return dict(sorted(((name, size) for name, size in everything.items() if size), key=lambda item: (-item[1], item[0])))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         sizes = {f"{name}_bytes": size for name, size in self.sizes.items()}
         return {"phase": self.phase, "step": self.step, "module": self.module, "live_bytes": self.live, **sizes}
 

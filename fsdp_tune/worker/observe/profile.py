@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -20,6 +20,9 @@ from fsdp_tune.run.events import Profiled
 from fsdp_tune.worker.observe.step_phases import AttachedCallback
 from fsdp_tune.worker.observe.trace_breakdown import BACKWARD, FORWARD, OPTIMIZER, PHASE_PREFIX, STEP, breakdown
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Profile(AttachedCallback):
     """Record the requested steps; the event `profiled` in metrics.jsonl has the breakdown of rank 0."""
@@ -27,7 +30,7 @@ class Profile(AttachedCallback):
     def __init__(self, run: RunDir, steps: ProfiledSteps, rank: int) -> None:
         self._steps = steps
         self._trace = run.path / "profile" / f"steps-{steps.first}-{steps.last}" / f"rank-{rank:04d}.trace.json.gz"
-        self._profiler: Any = None
+        self._profiler: profile | None = None
         self._phase: record_function | None = None
         self._step: record_function | None = None
 
@@ -35,14 +38,7 @@ class Profile(AttachedCallback):
         wrapped = self.trainer.wrapped
         wrapped.register_forward_pre_hook(lambda *_: self._enter(FORWARD), prepend=True)
         wrapped.register_forward_hook(lambda *_: self._enter(BACKWARD))
-        micro_step = self.trainer.training_step
-
-        def training_step(*arguments: Any, **named: Any) -> torch.Tensor:
-            loss = micro_step(*arguments, **named)
-            self._leave()
-            return loss
-
-        self.trainer.training_step = training_step
+        self.trainer.training_step = _followed_by(self.trainer.training_step, self._leave)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         step = state.global_step + 1
@@ -65,11 +61,11 @@ class Profile(AttachedCallback):
             self._step.__exit__(None, None, None)
             self._step = None
         if self._profiler is not None and state.global_step >= min(self._steps.last, state.max_steps):
-            self._finish(state.global_step)
+            self._finish(self._profiler, state.global_step)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._profiler is not None:  # stopped in the middle
-            self._finish(state.global_step)
+            self._finish(self._profiler, state.global_step)
 
     def _enter(self, phase: str) -> None:
         self._leave()
@@ -82,11 +78,11 @@ class Profile(AttachedCallback):
             self._phase.__exit__(None, None, None)
             self._phase = None
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, profiler: profile, step: int) -> None:
         started = time.monotonic()
-        self._profiler.stop()
+        profiler.stop()
         self._trace.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._trace))
+        profiler.export_chrome_trace(str(self._trace))
         self._profiler = None
         with gzip.open(self._trace, "rt", encoding="utf-8") as file:
             shares = breakdown(json.load(file)["traceEvents"])
@@ -95,6 +91,15 @@ class Profile(AttachedCallback):
         write_json(_breakdown_path(self._trace), {"steps": steps, "seconds": seconds})
         self.trainer.parts.metrics.event(Profiled(step, str(self._trace), steps, seconds))
         self.trainer.lines.leave_out(time.monotonic() - started)
+
+
+def _followed_by(call: Callable[P, R], after: Callable[[], None]) -> Callable[P, R]:
+    def both(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = call(*args, **kwargs)
+        after()
+        return result
+
+    return both
 
 
 def _breakdown_path(trace: Path) -> Path:

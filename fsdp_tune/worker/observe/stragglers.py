@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -122,7 +122,7 @@ class Stragglers(StepObserver):
     def attach(self, trainer: FsdpTrainer) -> None:
         self.times = trainer.times
 
-    def facts(self, step: LoggedStep) -> dict[str, Any]:
+    def facts(self, step: LoggedStep) -> dict[str, object]:
         """Return the slow rank, if there is one. Collective when a comparison is due."""
         if dist.get_world_size() == 1:
             return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 PHASE_PREFIX = "fsdp-tune::"
 
@@ -24,6 +24,21 @@ COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 _DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 
+class TraceEvent(TypedDict):
+    """A Chrome trace event; only the fields that are read."""
+
+    ph: str
+    """`X` for an event with a duration."""
+    name: str
+    tid: int | str
+    """A thread of the host, or a stream of the device."""
+    ts: float
+    """Begin in microseconds."""
+    cat: NotRequired[str]
+    dur: NotRequired[float]
+    """Microseconds."""
+
+
 Interval = tuple[float, float]
 """Begin and end, in the trace's microseconds."""
 
@@ -40,7 +55,7 @@ class Share:
     idle: float
 
 
-def breakdown(events: Iterable[dict[str, Any]]) -> dict[str, Share]:
+def breakdown(events: Iterable[TraceEvent]) -> dict[str, Share]:
     """Return phase → its time. `events`: the `traceEvents` of a trace by torch.profiler.
 
     With device kernels in the trace, times are the device's: NCCL's kernels are the collectives, all others compute. Without,
@@ -65,7 +80,7 @@ def _share(spans: list[Interval], compute: list[Interval], collectives: dict[str
     return Share(*(value / 1e6 for value in (total, computing, *waiting, total - computing - sum(waiting))))
 
 
-def _device_work(events: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Interval]], list[Interval]]:
+def _device_work(events: Sequence[TraceEvent]) -> tuple[dict[str, list[Interval]], list[Interval]]:
     collectives: dict[str, list[Interval]] = {kind: [] for kind in COLLECTIVES}
     compute: list[Interval] = []
     for event in events:
@@ -77,7 +92,7 @@ def _device_work(events: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Inter
     return {kind: union(intervals) for kind, intervals in collectives.items()}, union(compute)
 
 
-def _host_work(events: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Interval]], list[Interval]]:
+def _host_work(events: Sequence[TraceEvent]) -> tuple[dict[str, list[Interval]], list[Interval]]:
     """Return intervals of collectives (c10d's operators, and FSDP2's reduction, which waits inside) and of compute."""
     collectives: dict[str, list[Interval]] = {kind: [] for kind in COLLECTIVES}
     threads = {event["tid"] for event in events if str(event["name"]).startswith(PHASE_PREFIX)}
@@ -105,7 +120,7 @@ def _kind_of(name: str) -> str | None:
     return next((kind for kind in COLLECTIVES if kind.replace("_", "") in plain), ALL_REDUCE if "nccl" in plain else None)
 
 
-def _phases(events: Sequence[dict[str, Any]], category: str, *, on_device: bool) -> dict[str, list[Interval]]:
+def _phases(events: Sequence[TraceEvent], category: str, *, on_device: bool) -> dict[str, list[Interval]]:
     marked: dict[str, list[Interval]] = {name: [] for name in (STEP, *PHASES)}
     for event in events:
         name = str(event["name"])
@@ -130,12 +145,13 @@ def _after_each(spans: Sequence[Interval], others: Sequence[Interval]) -> list[I
     return [(end, nearest) for _, end in spans if (nearest := next((begin for begin in begins if begin >= end), None)) is not None]
 
 
-def _interval(event: dict[str, Any]) -> Interval:
+def _interval(event: TraceEvent) -> Interval:
     begin = float(event["ts"])
-    return begin, begin + float(event["dur"])
+    return begin, begin + float(event.get("dur", 0))
 
 
 def hull(intervals: Iterable[Interval]) -> Interval:
+    """Return the interval from the first begin to the last end of one or more intervals."""
     begins, ends = zip(*intervals, strict=True)
     return min(begins), max(ends)
 
@@ -185,4 +201,5 @@ def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Inter
 
 
 def length(intervals: Iterable[Interval]) -> float:
+    """Return the summed length of disjoint intervals, in microseconds."""
     return sum(end - begin for begin, end in intervals)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from fsdp_tune.core.errors import FsdpTuneError
@@ -70,7 +69,12 @@ class SendScores(AttachedCallback):
         self._run, self._reader = run, MetricsReader(run.metrics_jsonl)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -92,7 +96,7 @@ class SendScores(AttachedCallback):
 class _SilentArguments(TrainingArguments):
     """Arguments that a tracker does not write over those of the run."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {}
 
 
@@ -107,7 +111,7 @@ def send_rest(run: RunDir, recipe: Recipe) -> None:
     continue_tracker_runs(run, recipe.training.report_to, os.environ, print)
     arguments = _SilentArguments(output_dir=str(run.path), run_name=recipe.name, report_to=[], use_cpu=True)
     state, control = TrainerState(), TrainerControl()
-    callbacks: list[Any] = [INTEGRATION_TO_CALLBACK[name]() for name in recipe.training.report_to]
+    callbacks: list[TrainerCallback] = [INTEGRATION_TO_CALLBACK[name]() for name in recipe.training.report_to]
     for callback in callbacks:
         callback.on_train_begin(arguments, state, control, model=None)
     for event in rest:

@@ -10,9 +10,9 @@ import json
 import secrets
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.values import is_mapping
 from fsdp_tune.run.directory import RunDir
 
 
@@ -62,12 +62,12 @@ def keep_id(run: RunDir, tracker: str, run_id: str, say: Callable[[str], None]) 
 
 def _kept_ids(run: RunDir, say: Callable[[str], None]) -> dict[str, str]:
     try:
-        ids: Any = json.loads(run.trackers_json.read_text(encoding="utf-8"))
+        ids: object = json.loads(run.trackers_json.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError:
         ids = None
-    if isinstance(ids, dict) and all(isinstance(each, str) for each in cast("dict[str, Any]", ids).values()):
-        return cast("dict[str, str]", ids)
+    if is_mapping(ids) and all(isinstance(each, str) for each in ids.values()):
+        return ids
     say(f"WARNING: {run.trackers_json} cannot be read; trackers start new runs")
     return {}

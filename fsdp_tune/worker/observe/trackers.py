@@ -6,7 +6,6 @@ import importlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import MLflowCallback
@@ -27,12 +26,12 @@ class Guarded(TrainerCallback):
 
     def __init__(self, tracker: TrainerCallback, report: Callable[[str], None], limit_seconds: float) -> None:
         self._tracker, self._report, self._limit_seconds = tracker, report, limit_seconds
-        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], dict[str, Any]]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[str, tuple[object, ...], dict[str, object]]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[object, Exception | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_failed = False
 
-    def _pass_on(self, event: str, *args: Any, **kwargs: Any) -> Any:
+    def _pass_on(self, event: str, *args: object, **kwargs: object) -> object:
         if self._has_failed or getattr(type(self._tracker), event) is getattr(TrainerCallback, event):
             return None
         if self._thread is None:
@@ -59,8 +58,8 @@ class Guarded(TrainerCallback):
                 self._answers.put((None, error))
 
 
-def _passing(event: str) -> Callable[..., Any]:
-    def pass_on(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+def _passing(event: str) -> Callable[..., object]:
+    def pass_on(self: Guarded, *args: object, **kwargs: object) -> object:
         return self._pass_on(event, *args, **kwargs)
 
     return pass_on
@@ -80,7 +79,7 @@ def keep_mlflow_run(trainer: Trainer, keep: Callable[[str], None]) -> None:
 def _keeping(callback: MLflowCallback, keep: Callable[[str], None]) -> Callable[..., None]:
     setup = callback.setup
 
-    def set_up(args: TrainingArguments, state: TrainerState, model: Any) -> None:
+    def set_up(args: TrainingArguments, state: TrainerState, model: object) -> None:
         setup(args, state, model)
         if state.is_world_process_zero:
             keep(importlib.import_module("mlflow").active_run().info.run_id)

@@ -73,7 +73,7 @@ class DtypeAudit:
     def __exit__(self, *_: object) -> None:
         self._observing.close()
 
-    def _see(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _see(self, func: Any, args: tuple[object, ...]) -> None:
         kind = _KINDS.get(func.overloadpacket.__name__)
         if kind is not None:
             for tensor in _tensors(args):
@@ -86,7 +86,7 @@ class DtypeAudit:
         return {kind: dict(sorted(counts.items())) for kind, counts in sorted(self._seen.items())}
 
 
-def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+def _tensors(args: tuple[object, ...]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for arg in args:
         found += [arg] if isinstance(arg, torch.Tensor) else _tensors(tuple(arg)) if isinstance(arg, list | tuple) else []

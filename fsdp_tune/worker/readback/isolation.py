@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FailedError, failed_error
 from fsdp_tune.core.families import CAUSAL_SWITCHES, expert_count
-from fsdp_tune.data.store import Row, RowStore
+from fsdp_tune.data.store import Int32, Row, RowStore
 from fsdp_tune.model.internals.transformers_internals import attention_of
 from fsdp_tune.model.known_rows import packing_known
 from fsdp_tune.model.loading.packing import leak_problem
@@ -146,14 +145,14 @@ def _moved_at_borders(shared: torch.Tensor, complete: torch.Tensor, ranks: int, 
     return float((one - other).norm() / one.norm()) if watched else 0.0
 
 
-def _token_ids(rows: Sequence[Row], pad_token_id: int) -> np.ndarray[Any, Any]:
+def _token_ids(rows: Sequence[Row], pad_token_id: int) -> Int32:
     """Return two or more ids to replace tokens with, from the rows: the model may treat others (images, padding) in its own way."""
     found = np.unique(np.concatenate([row.input_ids for row in rows]))
     found = found[found != pad_token_id]
     return found if len(found) > 1 else np.unique(np.append(found, [0, 1]))
 
 
-def _replaced(row: Row, ids: np.ndarray[Any, Any], start: int, end: int) -> Row:
+def _replaced(row: Row, ids: Int32, start: int, end: int) -> Row:
     """`row` with another token at each index from `start` to `end`."""
     changed = row.input_ids.copy()
     changed[start:end] = ids[np.searchsorted(ids, changed[start:end], side="right") % len(ids)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ def read_quantised(loaded: Loaded) -> QuantisedTrainingState:
     )
 
 
-def _values(quantisers: Any) -> dict[str, int]:
+def _values(quantisers: Iterable[object]) -> dict[str, int]:
     return dict(Counter(_described(each) for each in quantisers if each is not None))
 
 

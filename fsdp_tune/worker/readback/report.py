@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,11 +44,16 @@ from fsdp_tune.worker.readback.quantised import quantised_differences, read_quan
 from fsdp_tune.worker.readback.structure import structure_differences
 from fsdp_tune.worker.readback.trained import fp8_differences, read_fp8, read_trained
 
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+T = TypeVar("T")
+
 # Below this, the interpreter's own noise is larger than the model.
 _MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
 
 
-def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
+def read_live(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> LiveState:
     """The report of this rank."""
     wrapped = loaded.wrapped
     kind = _wrapper(wrapped)
@@ -61,7 +66,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> LiveState:
         world_size=dist.get_world_size(),
         mesh=list(loaded.mesh.shape) if loaded.mesh is not None else [],
         sequence_group=1 if (group := sequence_group_of(wrapped)) is None else group.size(),
-        expert_group=_only({len(ranks) for ranks in exchanging.values()} or {1}),
+        expert_group=_group_size(exchanging),
         exchanging_ranks=exchanging,
         own_experts=_own_experts(loaded.model),
         parameter_dtype=_only({_name(p.dtype) for p in _cast_parameters(loaded)}),
@@ -106,6 +111,11 @@ def _exchanging_ranks(model: nn.Module) -> dict[str, list[int]]:
     """Return the ranks among which each module of experts exchanges tokens in its live forward, by name of the module."""
     groups = {name: exchange_group(module) for name, module in model.named_modules()}
     return {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
+
+
+def _group_size(exchanging: dict[str, list[int]]) -> int | list[str]:
+    """Return the number of ranks among which experts exchange tokens (1: none do); all numbers, if they differ between modules."""
+    return _only({len(ranks) for ranks in exchanging.values()} or {1})
 
 
 def _own_experts(model: nn.Module) -> dict[str, list[int]]:
@@ -159,7 +169,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _only(values: set[Any]) -> Any:
+def _only(values: set[T]) -> T | list[str]:
     """Return the single value, or all of them, sorted, if there are several."""
     return next(iter(values)) if len(values) == 1 else sorted(map(str, values))
 
@@ -314,7 +324,7 @@ def _ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
     return {"placements": [], "reshard_after_forward": None, "compute_dtype": compute, "reduce_dtype": storage, "units": [], "sharded": 0}
 
 
-def _recomputed(model: nn.Module) -> str:
+def _recomputed(model: nn.Module) -> OneOrAll:
     kinds = {_recomputes(module) for module in model.modules()} - {None}
     return _only(kinds) if kinds else "none"
 
@@ -329,7 +339,7 @@ def _tied(model: Any) -> bool:
     return head is not None and embedding is not None and head.weight is embedding.weight
 
 
-def _plugin(trainer: Any) -> PluginState | None:
+def _plugin(trainer: FsdpTrainer) -> PluginState | None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         return None
@@ -417,7 +427,7 @@ def excessive_growth(recipe: Recipe, reports: list[LiveState]) -> list[str]:
     return found
 
 
-def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> ReadBack:
+def read_back(recipe: Recipe, loaded: Loaded, trainer: FsdpTrainer) -> ReadBack:
     """Gather and compare the reports of all ranks. Raises: FailedError with each difference."""
     reports = gather(read_live(recipe, loaded, trainer))
     found = differences(recipe, loaded, reports)

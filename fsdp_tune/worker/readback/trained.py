@@ -73,7 +73,7 @@ def fp8_differences(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str
 
 
 def _settings(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str]:
-    wanted: dict[str, Any] = {
+    wanted: dict[str, object] = {
         "scales": [_SCALES[recipe.precision.fp8_recipe]],
         "emulated": [recipe.launch.device == "cpu"],
         "gathered": len(_to_gather(recipe, loaded)),
@@ -86,12 +86,12 @@ def _settings(recipe: Recipe, loaded: Loaded, found: Fp8State) -> list[str]:
     return differences if found.linears else ["fp8: the recipe means it, and no Linear computes in it"]
 
 
-def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
+def _to_gather(recipe: Recipe, loaded: Loaded) -> list[nn.Linear]:
     """Return the modules whose weight is gathered in fp8: one scale for the full weight, and as many rows on each rank."""
     if recipe.precision.fp8_recipe != "tensorwise" or not recipe.is_sharded:
         return []
     shards = recipe.topology.copy_size
-    converted: list[Any] = [module for module in loaded.model.modules() if is_fp8(module)]
+    converted = [module for module in loaded.model.modules() if isinstance(module, nn.Linear) and is_fp8(module)]
     even = [module for module in converted if module.out_features % shards == 0]
     if recipe.launch.device == "cpu":  # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well
         alone = {id(owner) for owners in _owners_by_unit(loaded) if all(map(is_fp8, owners)) for owner in owners}
@@ -354,7 +354,7 @@ class UpdateSample:
         return [sampled.name for sampled, each in zip(some, stuck, strict=True) if bool(each.any())]
 
 
-def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def _is_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> bool:
     return not isinstance(optimizer, ShardedAdafactor) and not group.get(ORTHOGONAL, False)
 
 
@@ -366,7 +366,7 @@ def _is_stuck(sampled: _Sampled, dtype: torch.dtype, rate: float) -> bool:
     return bool(may_change.any()) and torch.equal(before, after)
 
 
-def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> _Sampled | None:
+def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, object]) -> _Sampled | None:
     """Return None without a gradient, for an empty shard, and for state in blocks, which cannot be sliced."""
     if parameter.grad is None or (gradient := _flat(parameter.grad)).numel() == 0:
         return None
@@ -375,9 +375,11 @@ def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> _Sa
     positions = torch.cat([spaced, extremes])
     copied: dict[str, torch.Tensor] = {}
     for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
         if key == "step":
             copied[key] = value.detach().clone()
-        elif isinstance(value, torch.Tensor):
+        else:
             if value.shape != parameter.shape or type(local := _flat(value)) is not torch.Tensor:
                 return None
             copied[key] = local[positions]

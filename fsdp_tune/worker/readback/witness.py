@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ class Witness(AttachedCallback):
         self._sample: UpdateSample | None = None
         self._frozen: dict[str, int] = {}
         self.cpu_seconds = 0.0
-        self.report: dict[str, Any] = {}
+        self.report: dict[str, object] = {}
 
     # ---- Callbacks
 
@@ -97,7 +97,7 @@ class Witness(AttachedCallback):
         if not (self._is_due or self._is_requested(state.global_step + 1)):
             return
         with self._timed():
-            optimizer = self.trainer.optimizer
+            optimizer = self.trainer.live_optimizer
             norm = self.trainer.gate.norm
             if any(group["lr"] > 0 for group in optimizer.param_groups) and norm is not None and bool(torch.isfinite(norm)):
                 stochastic = bool(optimizer_arguments(self.trainer.parts.recipe.training).get(STOCHASTIC, False))
@@ -159,7 +159,7 @@ class Witness(AttachedCallback):
         found += [f"`{name}` is frozen, and changed" for name, value in self._checksums_of_frozen().items() if self._frozen[name] != value]
         if sums_need_fp32(self.trainer.parts.recipe) and (narrow := sample.gradient_dtypes - {torch.float32}):
             found.append(f"gradients of micro-batches were added in {', '.join(map(str, narrow))}")
-        rates = [float(group["lr"]) for group in self.trainer.optimizer.param_groups]
+        rates = [float(group["lr"]) for group in self.trainer.live_optimizer.param_groups]
         copies = self._copies(all_buffers=False)
         every = gather(RankFacts(found=found, rates=rates, parameter_names=self._digest_of_names(), copies=copies))
         self._stop(self._common_differences(every), step)
@@ -185,7 +185,7 @@ class Witness(AttachedCallback):
         return ((plain_name(name), parameter) for name, parameter in self.trainer.wrapped.named_parameters())
 
     def _unknown_to_optimizer(self) -> list[str]:
-        known = {id(parameter) for group in self.trainer.optimizer.param_groups for parameter in group["params"]}
+        known = {id(parameter) for group in self.trainer.live_optimizer.param_groups for parameter in group["params"]}
         trained = {id(parameter): name for name, parameter in self._parameters() if parameter.requires_grad}
         found = [f"the optimizer does not hold `{name}`" for each, name in trained.items() if each not in known]
         stale = len(known - trained.keys())
@@ -293,7 +293,7 @@ def _copies_differ(every: list[RankFacts]) -> bool:
     return any(len(found) > 1 for found in digests.values())
 
 
-def _other_than_first(values: Iterable[Any]) -> list[list[int]]:
+def _other_than_first(values: Iterable[object]) -> list[list[int]]:
     first, *rest = values
     others = [rank for rank, value in enumerate(rest, start=1) if value != first]
     return [others] if others else []

@@ -6,15 +6,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
+from fsdp_tune.core.values import is_mapping
 from fsdp_tune.data.store import Origin, RowStore
 from fsdp_tune.data.stream.lanes import Lane, StreamRow
 from fsdp_tune.data.stream.row_stream import STATE_VERSION, Cursor, LaneState, RowStream
@@ -143,7 +142,7 @@ class StreamedRows(StepObserver):
             facts[f"source_{name}_passes"] = min(passes[index] for _, passes, *_ in every)
         return facts
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, object]:
         """Return the states of all lanes, the same on every rank. Collective."""
         every = gather(({lane: state.as_list() for lane, state in self.states.items()}, self.tokens))
         lanes = {lane: state for mine, _ in every for lane, state in mine.items()}
@@ -153,8 +152,8 @@ class StreamedRows(StepObserver):
             "tokens": [sum(counts) for counts in zip(*(tokens for _, tokens in every), strict=True)],
         }
 
-    def restore(self, state: Any, step: int) -> None:
-        if state.get("version") != STATE_VERSION:
+    def restore(self, state: object, step: int) -> None:
+        if not is_mapping(state) or state.get("version") != STATE_VERSION:
             message = "the checkpoint is from a version of fsdp-tune that read streams in another order, so its next rows are not known"
             hint = "continue it with the version in its `launch.json`, or start over with `--overwrite`"
             raise usage_error("stream-state-old", message, hint=hint)
@@ -224,9 +223,19 @@ class _Batches:
         parts = [_Part(rows.stream, rows.states, rows.given, count, number, at_once) for number in range(count)]
         if not self.workers:
             return [chain.from_iterable(parts[0])]
-        options = {"batch_size": None, "num_workers": 1, "collate_fn": _same, "worker_init_fn": _start_worker}
-        make = partial(DataLoader, prefetch_factor=self.prefetch or STEPS_AHEAD, **options)
-        return [chain.from_iterable(cast("Any", make(part, generator=torch.Generator()))) for part in parts]
+        return [chain.from_iterable(self._loader(part)) for part in parts]
+
+    def _loader(self, part: _Part) -> DataLoader[list[StreamRow | ReaderFailure]]:
+        """Return the rows of a part, read by a process of its own."""
+        return DataLoader(
+            part,
+            batch_size=None,
+            num_workers=1,
+            collate_fn=_same,
+            worker_init_fn=_start_worker,
+            prefetch_factor=self.prefetch or STEPS_AHEAD,
+            generator=torch.Generator(),
+        )
 
 
 class _Part(IterableDataset["list[StreamRow | ReaderFailure]"]):
@@ -264,7 +273,7 @@ def _origin(place: str) -> Origin:
     return (name, int(row))
 
 
-def _same(item: Any) -> Any:
+def _same(item: object) -> object:
     return item
 
 

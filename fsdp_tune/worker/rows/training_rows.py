@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
 
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.values import as_list
 from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.report import InputAccount
 from fsdp_tune.data.row_order import RowOrder
@@ -72,7 +73,7 @@ class TrainingRows(StepObserver, Protocol):
         """Leave out a global batch without rows after `step` steps. Collective. Raises: usage error if no more rows follow."""
         ...
 
-    def state(self) -> Any:
+    def state(self) -> object:
         """Return what a checkpoint needs beyond the step, in plain values. Collective."""
         ...
 
@@ -137,12 +138,13 @@ class SourceTokens:
             return None
         return [sum(counts) for counts in zip(*gather(self.counts.tolist()), strict=True)]
 
-    def restore(self, state: list[int] | None) -> None:
+    def restore(self, state: object) -> None:
         """Continue with what `state` returned."""
-        if self.counts is None or state is None or len(state) != len(self.counts):
+        stored = [count for count in as_list(state) if isinstance(count, int)]
+        if self.counts is None or len(stored) != len(self.counts):
             self.counts = None
         else:
-            self.counts = np.array(state if dist.get_rank() == 0 else [0] * len(state), np.int64)
+            self.counts = np.array(stored if dist.get_rank() == 0 else [0] * len(stored), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +204,10 @@ class PreparedRows(StepObserver):
     def facts(self, step: LoggedStep) -> dict[str, int | float]:
         return self.sources.facts()
 
-    def state(self) -> Any:
+    def state(self) -> list[int] | None:
         return self.sources.state()
 
-    def restore(self, state: Any, step: int) -> None:
+    def restore(self, state: object, step: int) -> None:
         """Restore the counts alone: the Trainer skips the batches of the epoch that were trained."""
         self.sources.restore(state)
 

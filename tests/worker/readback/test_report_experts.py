@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.run.records import LiveState
-from fsdp_tune.worker.readback.report import _exchanging_ranks, _expert_differences, _own_experts
+from fsdp_tune.worker.readback.report import _exchanging_ranks, _expert_differences, _group_size, _own_experts
 from tests.model.recipes import recipe_of
 from tests.ranks import Ranks
 
@@ -66,6 +66,13 @@ def test_rank_that_differs_is_named(wrong: LiveState, sentence: str, bare: Any) 
 
 def test_run_that_divides_no_stack_is_reported() -> None:
     assert found([LiveState()], torch.nn.Linear(1, 1)) == ["experts: the recipe divides them, and the run has no divided stack"]
+
+
+def test_groups_of_different_sizes_are_in_the_report() -> None:
+    found = _group_size({MODULE: [0, 1], "other": [0, 1, 2, 3]})
+    assert found == ["2", "4"]
+    assert LiveState(expert_group=found).expert_group == found
+    assert (_group_size({MODULE: [0, 1]}), _group_size({})) == (2, 1)
 
 
 def live_states() -> tuple[Any, ...]:
