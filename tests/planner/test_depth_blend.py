@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fsdp_tune.core.topology import Topology
+from fsdp_tune.planner.predict.depth import repeated_layers
 from fsdp_tune.planner.predict.derive import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
@@ -71,3 +72,25 @@ def test_traces_of_different_programs_are_refused() -> None:
     assert not alike(traced(1), traced(2, other=True))
     with pytest.raises(ValueError, match="two programs"):
         blend(traced(1), traced(2, other=True), 1.0, traced(1).shapes)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "reach", "traced"),
+    [
+        pytest.param("a" * 32, 1, 5, id="equal layers"),
+        pytest.param("a" * 32, 3, 9, id="a layer affects three others"),
+        pytest.param("aaaaab" * 5, 1, 18, id="Gemma 4"),
+        pytest.param("aaaaab" * 4 + "aa", 1, 20, id="Gemma 3"),
+        pytest.param("ab" * 12, 1, 6, id="gpt-oss"),
+        pytest.param("aaab" * 9, 1, 12, id="SmolLM3"),
+        pytest.param("aaaaab", 1, 6, id="one period"),
+    ],
+)
+def test_one_period_is_traced_with_margins_of_the_layers_that_one_affects(kinds: str, reach: int, traced: int) -> None:
+    found = repeated_layers(kinds, reach=reach)
+    assert len(kinds) - (found.missing if found else 0) == traced
+    if found is not None:
+        margin, (before, after) = max(2, reach + 1), (kinds[: found.first], kinds[found.dropped.stop :])
+        assert min(len(before), len(after)) >= margin
+        assert set(before) == set(after) == set(kinds), "a layer of each kind, which may free what they share"
+        assert all(kinds[index] == kinds[index - found.period] for index in found.dropped)

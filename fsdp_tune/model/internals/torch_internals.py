@@ -136,6 +136,10 @@ GROUPED_PRODUCT = Name("torch:ops.aten._grouped_mm.default", _TRACE, READ_IN)
 
 FAKE_TENSOR_MODE = Name("torch._subclasses.fake_tensor:FakeTensorMode", "computing with shapes alone", READ_IN)
 """A context of tensors without values, for a plan and for the check of a merged model that is larger than the memory."""
+FAKE_TENSOR = Name("torch._subclasses.fake_tensor:FakeTensor", _TRACE, READ_IN)
+"""Its tensors."""
+NO_DISPATCH = Name("torch._C:_DisableTorchDispatch", _TRACE, READ_IN)
+"""A context in which operations on tensors of the meta device reach no mode."""
 HOST_VALUES = Name("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init", _TRACE, READ_IN)
 """Whether lists and numbers become tensors of the host, which an operation then copies to a device, as where torch finds no accelerator."""
 BACKEND_MODULE = Name("torch.utils.backend_registration:_DummyBackendModule", _TRACE, READ_IN)

@@ -44,33 +44,24 @@ class Block:
     def is_free(self) -> bool:
         return not self.allocated and self.mapped
 
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Sort key of best fit: by size, then by address."""
-        return (self.size, self.segment, self.offset)
-
 
 class Pool:
-    """The free blocks of one stream, small or large. `keys` is sorted; `blocks` maps each key to its block."""
+    """The free blocks of one stream, small or large: (size, segment, offset, block), sorted, so that the best fit is the first large
+    enough one."""
 
-    __slots__ = ("blocks", "keys", "last", "page", "small")
+    __slots__ = ("free", "last", "page", "small")
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
         self.page = SMALL_SEGMENT if small else LARGE_SEGMENT  # what an expandable segment maps at a time
-        self.keys: list[tuple[int, int, int]] = []
-        self.blocks: dict[tuple[int, int, int], Block] = {}
+        self.free: list[tuple[int, int, int, Block]] = []
         self.last: Block | None = None  # last mapped block of the pool's expandable segment
 
     def add(self, block: Block) -> None:
-        key = block.key
-        insort(self.keys, key)
-        self.blocks[key] = block
+        insort(self.free, (block.size, block.segment, block.offset, block))
 
     def remove(self, block: Block) -> None:
-        key = block.key
-        del self.keys[bisect_left(self.keys, key)]
-        del self.blocks[key]
+        del self.free[bisect_left(self.free, (block.size, block.segment, block.offset))]
 
 
 def rounded(size_bytes: int) -> int:
@@ -103,35 +94,33 @@ class CachingAllocator:
         pool = self._pools.get((stream, small))
         if pool is None:
             pool = self._pools[stream, small] = Pool(small=small)
-        block = self._best_fit(pool, size) or self._from_driver(pool, size)
+        free = pool.free
+        at = bisect_left(free, (size,))  # get_free_block
+        if at == len(free):
+            block = self._from_driver(pool, size)
+        else:
+            # A free block that can still grow counts with its largest possible size, so any other large enough block is used first.
+            if free[at][3] is pool.last and at + 1 < len(free):
+                at += 1
+            block = free.pop(at)[3]
         rest = block.size - size
         if rest >= MIN_BLOCK if (small or self.expandable) else rest > SMALL:  # should_split
             self._split(block, size)
         block.allocated = True
-        self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        allocated = self.allocated_bytes = self.allocated_bytes + block.size
+        if allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated
         return block
 
     def free(self, block: Block) -> None:
         self.allocated_bytes -= block.size
         block.allocated = False
+        pool = block.pool
         for other in (block.prev, block.next):
-            if other is not None and other.is_free:
-                block.pool.remove(other)
+            if other is not None and other.mapped and not other.allocated:
+                pool.remove(other)
                 self._swallow(block, other)
-        block.pool.add(block)
-
-    def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """Return `get_free_block`: the best fitting free block, or None."""
-        at = bisect_left(pool.keys, (size, -1, -1))
-        if at == len(pool.keys):
-            return None
-        block = pool.blocks[pool.keys[at]]
-        # A free block that can still grow counts with its largest possible size, so any other large enough block is used first.
-        if block is pool.last and at + 1 < len(pool.keys):
-            block = pool.blocks[pool.keys[at + 1]]
-        pool.remove(block)
-        return block
+        pool.add(block)
 
     def _split(self, block: Block, size: int) -> None:
         tail = Block(block.pool, block.segment, block.offset + size, block.size - size)
@@ -245,7 +234,7 @@ class CachingAllocator:
     def give_back_cached(self) -> None:
         """Do `release_cached_blocks`: release free segments, or the complete pages inside free blocks of expandable segments."""
         for pool in self._pools.values():
-            for block in [pool.blocks[key] for key in pool.keys]:
+            for block in [each[3] for each in pool.free]:
                 if self.expandable:
                     self._unmap(pool, block)
                 elif block.prev is None and block.next is None:

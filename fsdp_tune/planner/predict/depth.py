@@ -5,7 +5,8 @@ clipping, optimizer) are copied once for each missing layer. References are shif
 previous layer allocated becomes, in a copy, a block of the previous copy. The result is an ordinary trace, equal to that
 of a run with all layers (tests compare the two), so later code does not extrapolate.
 
-Layers are counted in stretches of one period. Stretch 0 is repeated as stretches 0 … `copies`, and later ones move up.
+Layers are counted in stretches of one period. Stretch 0 is repeated as stretches 0 … `copies`, and later ones move up. The first and the
+last traced stretch may be incomplete: they are margins, of as many layers as one layer affects, with a layer of each kind.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Int64 = npt.NDArray[np.int64]
 OUTSIDE = -(1 << 14)  # the stretch of records outside of decoder layers
 
 
-# The first and last layers differ from the middle (nothing to prefetch), and blocks may outlive their layer.
+# The first and last layers differ from the middle (nothing to prefetch), and blocks may outlive their layer. In layers, at both ends.
 _MARGIN = 2
 
 
@@ -54,13 +55,20 @@ def repeated_layers(signatures: Sequence[Hashable], *, reach: int = 1) -> Repeat
     Layers with equal signatures do the same work. `reach` is the number of layers ahead that a layer affects (prefetch depth).
     """
     margin = max(_MARGIN, reach + 1)
-    stretches = 2 * margin + 1
+    numbers: dict[Hashable, int] = {}
+    kinds = [numbers.setdefault(each, len(numbers)) for each in signatures]
     best: Repeated | None = None
-    for period in range(1, len(signatures) // (stretches + 1) + 1):
-        for begin, end in _periodic_runs(signatures, period):
-            missing = (end - begin - stretches * period) // period * period
+    for period in range(1, (len(kinds) - 2 * margin) // 2 + 1):
+        for begin, end in _periodic_runs(kinds, period):
+            repeated, first, last = set(kinds[begin : begin + period]), begin + margin, end - margin
+            # The first and the last layer of a kind allocate and free what all of that kind share, so neither may be repeated.
+            while not repeated <= set(kinds[:first]):
+                first += 1
+            while not repeated <= set(kinds[last:]):
+                last -= 1
+            missing = (last - first - period) // period * period
             if missing > (best.missing if best else 0):
-                best = Repeated(period, begin + margin * period, missing)
+                best = Repeated(period, first, missing)
     return best
 
 
@@ -195,11 +203,14 @@ class _Blocks:
         run = np.searchsorted(splice.places, allocated["at"], side="right") - 1
         self.stretch: dict[int, int] = dict(zip(allocated["block"].tolist(), splice.stretch_of(allocated["layer"]).tolist(), strict=True))
         self.run: dict[int, int] = dict(zip(allocated["block"].tolist(), run.tolist(), strict=True))
-        self.members: dict[int, list[int]] = {}
-        self.ordinal: dict[int, int] = {}
-        for block in allocated["block"].tolist():
-            members = self.members.setdefault(self.run[block], [])
-            self.ordinal[block] = len(members)
+        self.members: dict[tuple[int, int], list[int]] = {}
+        """Blocks by run and layer of the period, in order."""
+        self.ordinal: dict[int, tuple[int, int]] = {}
+        """Layer of the period of each block, and its index among the members."""
+        layers = (allocated["layer"].astype(np.int64) - splice.first) % splice.period
+        for block, layer in zip(allocated["block"].tolist(), layers.tolist(), strict=True):
+            members = self.members.setdefault((self.run[block], layer), [])
+            self.ordinal[block] = layer, len(members)
             members.append(block)
         self.size: dict[int, int] = dict(zip(allocated["block"].tolist(), allocated["bytes"].tolist(), strict=True))
 
@@ -247,10 +258,11 @@ class _Blocks:
         run, stretches = self.run[block], self.splice.stretches
         step = 1 if run + 1 < len(stretches) and stretches[run + 1] == home + np.sign(wanted - home) else -1
         run += step * abs(wanted - home)
-        members = self.members.get(run, [])
-        if not (0 <= run < len(stretches)) or stretches[run] != wanted or len(members) <= self.ordinal[block]:
+        layer, index = self.ordinal[block]
+        members = self.members.get((run, layer), [])
+        if not (0 <= run < len(stretches)) or stretches[run] != wanted or len(members) <= index:
             raise DepthError(f"stretches {home} and {wanted} of the layers are not alike")
-        found = members[self.ordinal[block]]
+        found = members[index]
         if self.size[found] != self.size[block]:
             raise DepthError(f"stretches {home} and {wanted} of the layers are not alike")
         return found

@@ -21,6 +21,7 @@ from fsdp_tune.model.shard.local import plain
 from fsdp_tune.planner.predict.derive import slice_for
 from fsdp_tune.planner.trace import cuda_kernels as kernels
 from fsdp_tune.planner.trace.fake_gpu import DEVICE, Clock, nothing, replaced
+from fsdp_tune.planner.trace.known_results import known_results
 from fsdp_tune.planner.trace_format import KINDS, PHASES, Call
 
 KIND = {name: index for index, name in enumerate(KINDS)}
@@ -59,7 +60,7 @@ _OWNED = (PHASE["clip"], PHASE["optimizer"], PHASE["zero_grad"])
 class Recorder:
     """Records while `recording`, inside the FakeTensorMode, so that it receives the real operations and not those inside fake kernels."""
 
-    def __init__(self, clock: Clock, groups: dict[str, int], micro_batch: int, *, compiles: bool) -> None:
+    def __init__(self, mode: Any, clock: Clock, groups: dict[str, int], micro_batch: int, *, compiles: bool) -> None:
         self.clock, self.groups, self.micro_batch = clock, groups, micro_batch
         self.slice_tokens = slice_for(micro_batch)
         self.in_slice = False
@@ -76,6 +77,7 @@ class Recorder:
         self.modules: dict[str, int] = {"": 0}
         self.op_names: dict[str, int] = {}
         self.unit = -1
+        self._mode, self._results = mode, known_results()
         self._live: dict[int, Allocation] = {}
         self._paused = False
         self._hidden = False
@@ -189,9 +191,9 @@ class Recorder:
             return args[0].fake_device  # more than half of all calls, and not an operation
         if any(map(kernels.is_made_of_others, types)):
             return NotImplemented  # the tensors inside are dispatched next
-        out = func(*args, **(kwargs or {}))
         if self._paused:
-            return out
+            return func(*args, **(kwargs or {}))
+        out = self._results.run(self._mode, func, args, kwargs or {})
         inputs = kernels.tensors(args)
         if kwargs:
             inputs += kernels.tensors(kwargs.values())

@@ -103,7 +103,7 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, kernel: str | None) -> R
     complete_rows = replaced(mixers, "known_documents", nothing)
     with values_of_host(), fake, masks, complete_rows, _no_garbage(), attention.installed():
         micro_batch = recipe.training.per_device_train_batch_size
-        recorder = Recorder(fake_gpu.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile)
+        recorder = Recorder(fake, fake_gpu.restart(), _groups(mesh, groups), micro_batch, compiles=recipe.kernels.compile)
         on_fake_device(model, where)
         convert_to_fp8(recipe, model, fake_gpu.DEVICE)  # before `Names.of`, since they replace modules
         prepare_quantised(recipe, model)

@@ -144,6 +144,12 @@ def test_trace_of_muon_has_its_state_products_and_collectives() -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            12,
+            {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_every": 4}},
+            id="every fourth layer, with margins shorter than the period",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             9,
             {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_offload": True}},
             id="inputs on the host",
