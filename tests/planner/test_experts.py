@@ -57,6 +57,14 @@ def rows_of(trace: Trace) -> dict[int, Any]:
     return {row.ep_size: row for row in expert_rows(trace, H100, 1, EFFICIENCY)}
 
 
+@pytest.mark.parametrize(("shards", "sizes"), [(16, [1, 2, 4, 8]), (24, [1, 4, 8]), (40, [])])
+def test_numbers_of_ranks_that_leave_parts_of_experts_uneven_are_left_out(shards: int, sizes: list[int]) -> None:
+    """`fsdp.ep_size` refuses them. Of 24 ranks, 12 would shard each expert, and divide neither 64 nor 42; of 40 ranks 20, 10 or 5."""
+    trace = mixture(shards=shards)
+    trace = replace(trace, facts=replace(trace.facts, expert_shapes=[[EXPERTS, 64, 42], [EXPERTS, 96, 64]]))
+    assert list(rows_of(trace)) == sizes
+
+
 def seconds(kind: str, size: float, ranks: int) -> float:
     found = collective_seconds(kind, size, Group(ranks, 1), H100)
     assert found is not None

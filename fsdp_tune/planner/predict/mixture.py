@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count, is_in_experts
+from fsdp_tune.core.families import CHOSEN_EXPERTS, dim_inside, expert_count, is_in_experts
 from fsdp_tune.planner.trace_format import DTYPES, EVENT, KINDS, PHASES, Records, Trace
 
 GROUPED_PRODUCT = "grouped_mm"
@@ -78,7 +78,10 @@ def divided_mixture(trace: Trace) -> TracedExperts | None:
     if mixture is None:
         reason = "its configuration has no number of chosen experts, or its step has no grouped product"
     elif ep not in divisions(trace, mixture, [ep]):
-        reason = f"{ep} ranks do not divide {mixture.experts} experts and {trace.shapes.shards} shards"
+        others = trace.shapes.shards // ep
+        reason = (
+            f"{ep} ranks do not divide {mixture.experts} experts and {trace.shapes.shards} shards, or {others} not a width of each expert"
+        )
     else:
         return mixture
     message = f"`fsdp.ep_size: {ep}` is not predicted for this model: {reason}"
@@ -86,8 +89,13 @@ def divided_mixture(trace: Trace) -> TracedExperts | None:
 
 
 def divisions(trace: Trace, mixture: TracedExperts, sizes: list[int]) -> list[int]:
-    """Return those of `sizes` ranks that can divide the experts."""
-    return [ep for ep in sizes if trace.shapes.shards % ep == 0 and mixture.experts % ep == 0]
+    """Return those of `sizes` ranks that can divide the experts: the ranks with the same experts must shard each of them evenly."""
+    shards = trace.shapes.shards
+
+    def is_even(ranks: int) -> bool:
+        return all(dim_inside(shape, ranks) is not None for shape in trace.facts.expert_shapes)
+
+    return [ep for ep in sizes if shards % ep == 0 and mixture.experts % ep == 0 and (ep == 1 or is_even(shards // ep))]
 
 
 def imbalance(ep: int, experts: int) -> float:

@@ -142,6 +142,7 @@ def test_divided_experts_are_traced_undivided_with_their_number_of_ranks() -> No
     options: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": TOKENS}, "precision": {"mixed_precision": "bf16"}}
     divided = trace_of(recipe_of(model, 4, fsdp={"ep_size": 2}, **options))
     assert divided.shapes.ep_size == 2
+    assert divided.facts.expert_shapes == [[EXPERTS, HIDDEN, INNER], [EXPERTS, 2 * INNER, HIDDEN]]
     held, all_held = gathered(divided_memory(divided)), gathered(divided)
     half = EXPERTS * 3 * HIDDEN * INNER * 2 // 2
     buffers = [size for size in all_held if size > half]
