@@ -190,6 +190,12 @@ def expert_count(config: object) -> int:
     return EXPERTS.of(config) or 1
 
 
+def dim_inside(shape: Sequence[int], ranks: int) -> int | None:
+    """Return the dimension in which `ranks` with the same experts shard a stack of them: the first after that of the experts which they
+    divide, since FSDP2 shards it evenly or not at all; None if there is none."""
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
+
+
 def is_in_experts(name: str) -> bool:
     """Return whether a module or a parameter is below `experts`. JetMoE's routers are, and some of its stacks are not."""
     return _IN_EXPERTS in name

@@ -97,18 +97,34 @@ KEPT_BETWEEN_STEPS = ("parameters", "optimizer state")
 
 def refuse_scores_without_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> None:
     """Raises: usage error if a GPU has no room for the scored model next to what its rank keeps between steps."""
+    if (lack := _lack_of_room(recipe, model, plan)) is not None:
+        hint = "`--set evaluation.when=at_end`, or `alongside` with a GPU that no rank uses"
+        raise usage_error("evaluation-without-room", lack, where=Where(key="evaluation.when"), hint=hint)
+
+
+def scored_where_there_is_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> tuple[Recipe, list[Notice]]:
+    """Return the recipe of a run that continues on other machines. If a GPU has no room for scores between steps there, it evaluates
+    after the ranks: the run must not end for its scores."""
+    if (lack := _lack_of_room(recipe, model, plan)) is None:
+        return recipe, []
+    message = f"{lack}. On these machines, checkpoints are kept and evaluated after the ranks (`at_end`)"
+    evaluation = recipe.evaluation.model_copy(update={"when": "at_end"})
+    return recipe.model_copy(update={"evaluation": evaluation}), [Notice("evaluation-at-end", message, Where(key="evaluation.when"))]
+
+
+def _lack_of_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> str | None:
+    """Return what scores between steps need and a GPU does not have; None if it has it, if nothing is planned, or if there are none."""
     if recipe.evaluation.when != "between_steps" or not recipe.evaluation.is_on or plan is None or not evaluation_device(recipe).is_gpu:
-        return
+        return None
     contexts_gib = plan.device_gib - plan.peak_reserved_gib + CONTEXT_BYTES / GIB  # of the rank, with NCCL, and of the evaluation
     kept_gib = sum(plan.components.get(name, 0.0) for name in KEPT_BETWEEN_STEPS) + contexts_gib
     needed_gib, free_gib = _model_bytes(recipe, model) / GIB, plan.usable_gib - kept_gib
-    if needed_gib > free_gib:
-        message = (
-            f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {max(0.0, free_gib):.1f} of "
-            f"{plan.usable_gib:.1f} GiB are free: parameters and optimizer state of its rank, and CUDA contexts, take {kept_gib:.1f} GiB"
-        )
-        hint = "`--set evaluation.when=at_end`, or `alongside` with a GPU that no rank uses"
-        raise usage_error("evaluation-without-room", message, where=Where(key="evaluation.when"), hint=hint)
+    if needed_gib <= free_gib:
+        return None
+    return (
+        f"`evaluation.when: between_steps` needs {needed_gib:.1f} GiB and activations on each GPU, and {max(0.0, free_gib):.1f} of "
+        f"{plan.usable_gib:.1f} GiB are free: parameters and optimizer state of its rank, and CUDA contexts, take {kept_gib:.1f} GiB"
+    )
 
 
 def check_evaluation(recipe: Recipe, encoder: TokenizerEncoder, observer: Observer) -> EvaluationRecord:

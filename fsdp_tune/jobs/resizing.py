@@ -21,6 +21,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.jobs.evaluating import scored_where_there_is_room
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import keep_prediction, plan_here, refuse_what_cannot_fit
@@ -32,6 +33,7 @@ from fsdp_tune.launch.machines.channel import CountedBar
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.store import SERVED_SECONDS
 from fsdp_tune.launch.supervise.attempts import Resized
+from fsdp_tune.model.model_files import ModelFacts
 from fsdp_tune.recipe.fewer_machines import recipe_for_machines, smaller_sizes
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension
@@ -54,13 +56,22 @@ class Resizing:
     machine: int
     options: TrainOptions
     observer: Observer
+    model: ModelFacts | None = None
+    """None on a machine that is not the first, which decides nothing."""
 
     @classmethod
     def of(
-        cls, loaded: LoadedRecipe, resolved: Recipe, run: RunDir, machine: int, options: TrainOptions, observer: Observer
+        cls,
+        loaded: LoadedRecipe,
+        resolved: Recipe,
+        run: RunDir,
+        machine: int,
+        options: TrainOptions,
+        observer: Observer,
+        model: ModelFacts | None = None,
     ) -> Resizing | None:
         """Return None if the run needs all of its machines."""
-        resizing = cls(loaded, resolved, run, machine, options, observer)
+        resizing = cls(loaded, resolved, run, machine, options, observer, model)
         return resizing if len(resizing._sizes) > 1 else None
 
     @cached_property
@@ -94,6 +105,9 @@ class Resizing:
         recipe = decided.recipe.model_copy(update={"model": self.resolved.model, "data": self.resolved.data, "lora": self.resolved.lora})
         if changed := check(compare(self.resolved, recipe)):
             raise AssertionError(f"another number of machines changes {', '.join(map(str, changed))}")
+        if self.model is not None and not self.options.ignore_plan:
+            recipe, notices = scored_where_there_is_room(recipe, self.model, predicted)
+            self.observer.notices(notices)
         plan = self._plan(recipe, members)
         write_resized(self.run, recipe, resolution.reasons | decided.reasons, plan)
         keep_prediction(self.run, predicted)

@@ -57,7 +57,7 @@ from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.supervisor import Message, Position
 from fsdp_tune.merge.merge_options import MergeOptions, hints_with_command
 from fsdp_tune.merge.publish import check_access
-from fsdp_tune.model.model_files import base_of, check_vocabulary, save_model_files
+from fsdp_tune.model.model_files import ModelFacts, base_of, check_vocabulary, save_model_files
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import Extension, find_extensions, from_run, without_adapter
 from fsdp_tune.recipe.resolve import Resolution
@@ -177,6 +177,8 @@ class _Job:
     """The first launcher, if it has been started while the inputs were checked."""
     connected: Machines | None = None
     """The machines of the run; None where no rank is started."""
+    model: ModelFacts | None = None
+    """Once the inputs are checked."""
 
     @property
     def recipe(self) -> Recipe:
@@ -301,7 +303,7 @@ class _Job:
             check_access(target_of(self.recipe))
         with start_early(self.plan, self._inspected(start)) if starts_ranks and self.plan.has_all_ranks else nullcontext() as early:
             inputs = self._check_inputs(start, early)
-            with replace(self, resolution=inputs.resolution, early=early).owned(start, inputs) as job:
+            with replace(self, resolution=inputs.resolution, early=early, model=inputs.model).owned(start, inputs) as job:
                 yield job
 
     @contextmanager
@@ -414,7 +416,7 @@ class _Job:
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
         rows = partial(rows_of_step, plan.run.data_json, self.recipe)
         newer = self.mirror.newer_copy if self.mirror is not None else None
-        sizes = Resizing.of(self.loaded, self.recipe, plan.run, plan.machine_rank, self.options, observer)
+        sizes = Resizing.of(self.loaded, self.recipe, plan.run, plan.machine_rank, self.options, observer, self.model)
         attempts = Attempts(plan, self.recipe, rows, self.early, self.connected, newer_copy=newer, sizes=sizes).events()
         with observer.training(), closing(attempts) as events:
             for event in events:

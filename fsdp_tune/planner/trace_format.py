@@ -174,6 +174,8 @@ class TraceFacts:
     max_positions: int | None = None
     experts_inside: bool = False
     """Whether stacks of experts are sharded inside of each expert."""
+    expert_shapes: list[list[int]] = field(default_factory=list[list[int]])
+    """Of stacked experts that ranks may divide, each once."""
 
 
 @dataclass(frozen=True, slots=True)

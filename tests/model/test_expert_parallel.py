@@ -40,25 +40,26 @@ def compared(family: str, kernel: str, ranks: int) -> None:
     whole: Any = copy.deepcopy(model.get_submodule(name))
     width = model.config.hidden_size
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(ranks, TOKENS, width, generator=generator)
-    chosen = torch.rand(ranks, TOKENS, NO_EXPERT, generator=generator).argsort(-1)[..., :CHOSEN]
+    me, counts = dist.get_rank(), [TOKENS >> rank for rank in range(ranks)]  # micro-batches of different lengths
+    tokens, own = sum(counts), slice(sum(counts[:me]), sum(counts[: me + 1]))
+    hidden = torch.randn(tokens, width, generator=generator)
+    chosen = torch.rand(tokens, NO_EXPERT, generator=generator).argsort(-1)[..., :CHOSEN]
     if kernel == "eager":  # the first rank computes all tokens
         chosen[:] = 0
         if family == "mixtral":
-            chosen[0, 0] = NO_EXPERT
-    weights, target = torch.rand(ranks, TOKENS, CHOSEN, generator=generator), torch.randn(ranks, TOKENS, width, generator=generator)
+            chosen[0] = NO_EXPERT
+    weights, target = torch.rand(tokens, CHOSEN, generator=generator), torch.randn(tokens, width, generator=generator)
     mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("expert_shard", "ep"))
     divide_experts(model.get_submodule(name), mesh, torch.device("cpu"))
-    me, exchange, calls = dist.get_rank(), dist.all_to_all_single, []
-    inputs = [hidden[me].clone().requires_grad_(), weights[me].clone().requires_grad_()]
+    exchange, calls = dist.all_to_all_single, []
+    inputs = [hidden[own].clone().requires_grad_(), weights[own].clone().requires_grad_()]
     with patch.object(dist, "all_to_all_single", lambda *given, **options: (calls.append(1), exchange(*given, **options))[1]):
-        found = model.get_submodule(name)(inputs[0], chosen[me], inputs[1])
-        (found * target[me]).sum().backward()
+        found = model.get_submodule(name)(inputs[0], chosen[own], inputs[1])
+        (found * target[own]).sum().backward()
     assert len(calls) == 5, "counts, rows and results; gradients of both"
-    outside = [hidden.flatten(0, 1).requires_grad_(), weights.flatten(0, 1).requires_grad_()]
-    expected = whole(outside[0], chosen.flatten(0, 1), outside[1])
-    (expected * target.flatten(0, 1)).sum().backward()
-    own = slice(me * TOKENS, (me + 1) * TOKENS)
+    outside = [hidden.requires_grad_(), weights.requires_grad_()]
+    expected = whole(outside[0], chosen, outside[1])
+    (expected * target).sum().backward()
     torch.testing.assert_close(found, expected[own])
     for mine, theirs in zip(inputs, outside, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad[own])

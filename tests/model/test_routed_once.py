@@ -58,6 +58,24 @@ def test_recomputed_layer_chooses_what_its_forward_chose(call: Any) -> None:
     assert RoutedOnce.entered is None
 
 
+def test_recomputed_layer_chooses_the_groups_that_its_forward_chose() -> None:
+    """Of two groups of equal score; the experts of the other one have no score, as in DeepSeek-V2's router."""
+    scores_at_choice: list[torch.Tensor] = []
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        groups = torch.ones(3, 2) + torch.eye(2)[len(scores_at_choice) % 2] * 1e-6
+        mask = torch.zeros(3, 2).scatter_(1, groups.topk(1).indices, 1.0).repeat_interleave(2, 1)
+        scores, indices = torch.topk((torch.ones(3, 4) * hidden).masked_fill(mask == 0, 0.0), 2)
+        scores_at_choice.append(scores.detach())
+        assert RoutedOnce.entered is not None
+        RoutedOnce.entered.route(indices, object)
+        return (scores * hidden).sum()
+
+    hidden = torch.tensor(2.0, requires_grad=True)
+    checkpoint(layer, hidden, use_reentrant=False, context_fn=RoutedOnce("layer").contexts).backward()
+    assert [each.unique().tolist() for each in scores_at_choice] == [[2.0], [2.0]]
+
+
 def test_recomputed_layer_sends_by_the_route_of_its_forward() -> None:
     layer, hidden = _Layer(CALLS[0]), torch.tensor(2.0, requires_grad=True)
     checkpoint(layer, hidden, use_reentrant=False, context_fn=RoutedOnce("layer").contexts).backward()

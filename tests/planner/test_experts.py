@@ -25,7 +25,13 @@ EFFICIENCY = efficiency_of(H100)
 ELEMENTS, HIDDEN, EXPERTS, CHOSEN, TOKENS = 1_000_000_000, 64, 16, 2, 4096
 ROWS = TOKENS * CHOSEN
 RECIPE = resolved()
-MODULES = ("", "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj.weight")
+MODULES = (
+    "",
+    "model.layers.0.mlp.experts.gate_up_proj",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0",
+    "model.layers.0.mlp.experts",
+)
 
 
 def mixture(*, products: int = 4, recomputed: bool = False, shards: int = 8, experts: int = EXPERTS) -> Trace:
@@ -46,8 +52,8 @@ def mixture(*, products: int = 4, recomputed: bool = False, shards: int = 8, exp
     events["phase"][:2], events["step"][:2], events["module"][:2] = PHASES.index("load"), -1, (1, 2)
     for table in (events, ops):
         table["layer"] = 0
-    if recomputed:
-        ops["module"][np.flatnonzero((ops["flops"] > 0) & (ops["phase"] == PHASES.index("backward")))[:2]] = 1
+    # A recomputation ends early, inside of the experts, which stay the innermost module (`trace/test_cuda_kernels_experts.py`).
+    ops["module"][ops["phase"] == PHASES.index("backward")] = 4 if recomputed else 3
     unit = Unit("model.layers.0", 0, ELEMENTS, ELEMENTS * 4, ELEMENTS * 4)
     facts = TraceFacts(config={"num_experts": experts, "num_experts_per_tok": CHOSEN})
     return replace(found, events=events, ops=ops, modules=MODULES, units=(unit,), facts=facts)
@@ -55,6 +61,14 @@ def mixture(*, products: int = 4, recomputed: bool = False, shards: int = 8, exp
 
 def rows_of(trace: Trace) -> dict[int, Any]:
     return {row.ep_size: row for row in expert_rows(trace, H100, 1, EFFICIENCY)}
+
+
+@pytest.mark.parametrize(("shards", "sizes"), [(16, [1, 2, 4, 8]), (24, [1, 4, 8]), (40, [])])
+def test_numbers_of_ranks_that_leave_parts_of_experts_uneven_are_left_out(shards: int, sizes: list[int]) -> None:
+    """`fsdp.ep_size` refuses them. Of 24 ranks, 12 would shard each expert, and divide neither 64 nor 42; of 40 ranks 20, 10 or 5."""
+    trace = mixture(shards=shards)
+    trace = replace(trace, facts=replace(trace.facts, expert_shapes=[[EXPERTS, 64, 42], [EXPERTS, 96, 64]]))
+    assert list(rows_of(trace)) == sizes
 
 
 def seconds(kind: str, size: float, ranks: int) -> float:

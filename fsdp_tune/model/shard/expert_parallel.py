@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.expert_kernels import EXPERTS_KERNELS
-from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS
+from fsdp_tune.core.families import EXPERT_INDEX_ARGUMENTS, dim_inside
 from fsdp_tune.model.internals.transformers_internals import EXPERTS, has_experts_kernel
 from fsdp_tune.model.shard.exchange import exchange, exchanged
 from fsdp_tune.model.shard.local import ModuleView, bare_class, bare_model
@@ -65,11 +65,6 @@ def make_expert_mesh(recipe: Recipe, device_type: str) -> DeviceMesh:
 def mesh_of_shards(mesh: DeviceMesh) -> DeviceMesh:
     """Return the dimensions of an expert mesh over which FSDP2 shards (and replicates) this rank's experts."""
     return mesh["expert_shard"] if mesh.ndim == 2 else mesh["replicate", "expert_shard"]
-
-
-def dim_inside(shape: torch.Size, ranks: int) -> int | None:
-    """Return the dimension in which FSDP2 shards a stack of experts: the first after that of the experts which `ranks` divide, or None."""
-    return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:

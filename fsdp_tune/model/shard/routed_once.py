@@ -2,7 +2,8 @@
 
 A recomputed router may round otherwise than in the forward (kernels whose order of sums varies), and two experts of nearly equal score
 would change places: tokens would be sent elsewhere, and gradients would not be those of the loss. So the result of the `topk` that chose
-the experts is kept with the route of the tokens. The recomputed router takes its scores at the kept indices.
+the experts is kept with the route of the tokens. The recomputed router takes its scores at the kept indices. Some routers choose groups of
+experts first and set the scores of others to 0 (DeepSeek-V2): these results are kept too, or a kept index could have a weight of 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RoutedOnce:
         self.chosen: list[torch.Tensor] = []
         """In the forward: the indices of each `topk` so far."""
         self._kept: dict[int, torch.Tensor] = {}
-        """Those that chose experts, by the number of their call."""
+        """Those that chose experts, or could have chosen their groups, by the number of their call."""
         self._routes: list[Any] = []
         self._calls = self._used = 0
         self._is_repeating = False
@@ -49,11 +50,11 @@ class RoutedOnce:
             self._used += 1
             kept: _Route = self._routes[self._used - 1]
             return kept
-        call = next((call for call, indices in enumerate(self.chosen) if _are_equal(indices, top_k_index)), None)
-        if call is None:
+        if not any(_are_equal(indices, top_k_index) for indices in self.chosen):
             message = f"`{self._layer}` chooses experts without `torch.topk`, and its recomputation could choose others"
             raise failed_error("experts-not-chosen-by-topk", message, hint="--set fsdp.activation_checkpointing=none")
-        self._kept[call] = self.chosen[call]
+        # A token has at least as many experts as groups. Larger results are of something else, such as the keys of sparse attention.
+        self._kept |= {call: indices for call, indices in enumerate(self.chosen) if indices.numel() <= top_k_index.numel()}
         self._routes.append(made := make())
         return made
 
@@ -61,7 +62,7 @@ class RoutedOnce:
         self._is_repeating, self._calls, self._used = repeats, 0, 0
 
     def end(self) -> None:
-        self.chosen.clear()  # other results of `topk`, such as the keys that sparse attention chooses, may be large
+        self.chosen.clear()  # those that are not kept may be large
 
     def choose(self, **arguments: Any) -> torch.Tensor:
         """Return the indices of the next `topk` of the layer."""

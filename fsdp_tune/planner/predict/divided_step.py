@@ -21,6 +21,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_tune.core.families import are_stacked_experts
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, sent_bytes
@@ -68,7 +69,7 @@ def step_work(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     topology = replace(work.trace.shapes.topology, machines=machines)
     load = imbalance(work.trace.shapes.ep_size, mixture.experts)
     seconds, sent = _collectives(work, mixture, topology, hardware)
-    passes = _passes(work.ops, is_grouped(work.trace, work.ops))
+    passes = _passes(work.trace, work.ops)
     ops, exchanges = _ops(work, mixture, passes, load), _exchanges(work, mixture, passes, load, topology, hardware, efficiency)
     times = op_seconds(work.trace, ops, hardware, efficiency, topology.local_world_size)
     return replace(work, ops=ops, op_seconds=times, collective_seconds=seconds, sent=sent, exchanges=exchanges)
@@ -124,18 +125,22 @@ def _ops(work: StepWork, mixture: TracedExperts, passes: _Passes, load: float) -
     return ops
 
 
-def _passes(ops: Records, products: npt.NDArray[np.bool_]) -> _Passes:
-    """Return the passes of a step. A backward has those of a recomputation, which a module makes, before its own, which none does."""
+def _passes(trace: Trace, ops: Records) -> _Passes:
+    """Return the passes of a step. A backward has those of a recomputation, which the experts make, before its own, which are the layer's.
+
+    The recomputation of a layer ends early, often inside of its experts, and they are then the innermost module of the gradients, too.
+    """
     found: _Passes = []
-    rows = np.flatnonzero(products)
+    rows = np.flatnonzero(is_grouped(trace, ops))
     keys = np.stack([ops[name][rows].astype(np.int64) for name in ("micro", "layer", "phase")], axis=1)
-    of_module = ops["module"][rows] > 0
+    of_experts = np.array([are_stacked_experts(name) for name in trace.modules], bool)
     forward, backward = PHASES.index("forward"), PHASES.index("backward")
     for micro, layer in {(int(micro), int(layer)) for micro, layer, _ in keys}:
         own = (keys[:, 0] == micro) & (keys[:, 1] == layer)
-        second = own & (keys[:, 2] == backward)
-        passes = ((own & (keys[:, 2] == forward), False), (second & of_module, False), (second & ~of_module, True))
-        found += [(rows[chosen], is_gradient) for chosen, is_gradient in passes if chosen.any()]
+        first, second = rows[own & (keys[:, 2] == forward)], rows[own & (keys[:, 2] == backward)]
+        again = len(first) if of_experts[ops["module"][second]].any() else 0
+        passes = ((first, False), (second[:again], False), (second[again:], True))
+        found += [(own_rows, is_gradient) for own_rows, is_gradient in passes if len(own_rows)]
     return found
 
 

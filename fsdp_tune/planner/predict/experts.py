@@ -131,7 +131,7 @@ def why_experts(rows: tuple[ExpertRow, ...], recipe: Recipe) -> str | None:
     gain = alone.step_seconds / shown.step_seconds - 1
     faster = f"{abs(gain):.0%} {'faster' if gain > 0 else 'slower'} than without expert parallelism"
     factor = published_factor(shown.ep_size)
-    faster += f", within the error of such gains (a factor of {factor})" if 1 / factor < 1 + gain < factor else ""
+    faster += f", within the error of such gains (a factor of {factor:g})" if 1 / factor < 1 + gain < factor else ""
     gathers = f"gathers of experts and their copies take {shown.gather_seconds:.3g} s instead of {alone.gather_seconds:.3g} s"
     products = f"grouped products {shown.product_seconds:.3g} s instead of {alone.product_seconds:.3g} s"
     costs = f"all-to-all adds {shown.exchange_seconds:.3g} s, and the fullest rank has {shown.imbalance:.2f} times the mean rows"

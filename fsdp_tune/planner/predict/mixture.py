@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.families import CHOSEN_EXPERTS, expert_count, is_in_experts
+from fsdp_tune.core.families import CHOSEN_EXPERTS, are_stacked_experts, dim_inside, expert_count, is_in_experts
 from fsdp_tune.planner.trace_format import DTYPES, EVENT, KINDS, PHASES, Records, Trace
 
 GROUPED_PRODUCT = "grouped_mm"
@@ -78,7 +78,10 @@ def divided_mixture(trace: Trace) -> TracedExperts | None:
     if mixture is None:
         reason = "its configuration has no number of chosen experts, or its step has no grouped product"
     elif ep not in divisions(trace, mixture, [ep]):
-        reason = f"{ep} ranks do not divide {mixture.experts} experts and {trace.shapes.shards} shards"
+        others = trace.shapes.shards // ep
+        reason = (
+            f"{ep} ranks do not divide {mixture.experts} experts and {trace.shapes.shards} shards, or {others} not a width of each expert"
+        )
     else:
         return mixture
     message = f"`fsdp.ep_size: {ep}` is not predicted for this model: {reason}"
@@ -86,8 +89,13 @@ def divided_mixture(trace: Trace) -> TracedExperts | None:
 
 
 def divisions(trace: Trace, mixture: TracedExperts, sizes: list[int]) -> list[int]:
-    """Return those of `sizes` ranks that can divide the experts."""
-    return [ep for ep in sizes if trace.shapes.shards % ep == 0 and mixture.experts % ep == 0]
+    """Return those of `sizes` ranks that can divide the experts: the ranks with the same experts must shard each of them evenly."""
+    shards = trace.shapes.shards
+
+    def is_even(ranks: int) -> bool:
+        return all(dim_inside(shape, ranks) is not None for shape in trace.facts.expert_shapes)
+
+    return [ep for ep in sizes if shards % ep == 0 and mixture.experts % ep == 0 and (ep == 1 or is_even(shards // ep))]
 
 
 def imbalance(ep: int, experts: int) -> float:
@@ -199,15 +207,16 @@ def divided_memory(trace: Trace) -> Trace:
 
 
 def _of_rows_of_experts(trace: Trace, mixture: TracedExperts, activations: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Select activations with a row for each token and chosen expert: those that modules of experts make, and of the backward, which knows
-    no module, those of the same sizes. A size alone tells nothing: one with a row for each token may divide by their number as well."""
+    """Select activations with a row for each token and chosen expert: those that modules of experts make in a forward, and those of the
+    same sizes in a backward, where the innermost module is the layer, or the one in which a recomputation ended. A size alone tells
+    nothing: one with a row for each token may divide by their number as well."""
     events = trace.events
-    sizes = np.abs(events["bytes"])
+    sizes, backward = np.abs(events["bytes"]), events["phase"] == PHASES.index("backward")
     wide = activations & (sizes % mixture.rows == 0) & (sizes > mixture.rows * 64)
-    own = wide & np.array([is_in_experts(name) for name in trace.modules], bool)[events["module"]]
-    blocks, backward = events["block"][own & (events["bytes"] > 0)], events["phase"] == PHASES.index("backward")
-    made = wide & backward & (events["module"] == 0) & np.isin(sizes, sizes[own]) & (events["bytes"] > 0)
-    return wide & np.isin(events["block"], np.concatenate([blocks, events["block"][made]]))
+    of_experts = np.array([is_in_experts(name) or are_stacked_experts(name) for name in trace.modules], bool)
+    own = wide & ~backward & of_experts[events["module"]]
+    made = wide & backward & np.isin(sizes, sizes[own])
+    return wide & np.isin(events["block"], events["block"][(own | made) & (events["bytes"] > 0)])
 
 
 def _with_temporaries(trace: Trace, mixture: TracedExperts, events: Records) -> Records:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.families import HIDDEN_SIZE, mean_heads
 from fsdp_tune.model.active_parameters import active_parameters
+from fsdp_tune.model.internals.transformers_internals import has_experts_kernel
 from fsdp_tune.model.kernels.linear_layers import plan_fp8
 from fsdp_tune.model.loading.positions import positions_of_run
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers
@@ -68,8 +69,14 @@ def assemble(
             max_positions=positions_of_run(recipe, config),
             experts_inside=recipe.is_sharded
             and any(shard_dim(recipe, each.shape, topology.copy_size) for each in run.loaded.model.parameters()),
+            expert_shapes=_expert_shapes(run.loaded.model),
         ),
     )
+
+
+def _expert_shapes(model: nn.Module) -> list[list[int]]:
+    stacks = (stack for module in model.modules() if has_experts_kernel(module) for stack in module.parameters(recurse=False))
+    return [list(shape) for shape in sorted({tuple(stack.shape) for stack in stacks})]
 
 
 def _ops(recorder: Recorder, events: Any) -> Any:

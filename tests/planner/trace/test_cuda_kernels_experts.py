@@ -11,9 +11,12 @@ import torch
 from torch.nn import functional
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.gpus import find_hardware
 from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.planner.predict.derive import alike, at_micro_batch, prime_for
+from fsdp_tune.planner.predict.divided_step import step_work
 from fsdp_tune.planner.predict.mixture import divided_memory
+from fsdp_tune.planner.predict.timing import efficiency_of
 from fsdp_tune.planner.trace.cuda_kernels import grouped_flops, grouped_product
 from fsdp_tune.planner.trace.fake_gpu import build_traced
 from fsdp_tune.planner.trace_format import DTYPES, KINDS, Trace
@@ -142,11 +145,24 @@ def test_divided_experts_are_traced_undivided_with_their_number_of_ranks() -> No
     options: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": TOKENS}, "precision": {"mixed_precision": "bf16"}}
     divided = trace_of(recipe_of(model, 4, fsdp={"ep_size": 2}, **options))
     assert divided.shapes.ep_size == 2
+    assert divided.facts.expert_shapes == [[EXPERTS, HIDDEN, INNER], [EXPERTS, 2 * INNER, HIDDEN]]
     held, all_held = gathered(divided_memory(divided)), gathered(divided)
     half = EXPERTS * 3 * HIDDEN * INNER * 2 // 2
     buffers = [size for size in all_held if size > half]
     assert len(buffers) == 2 * LAYERS * 2, "of each layer, in the forwards and the backwards of two steps"
     assert held.count(buffers[0] - half) == held.count(half) == len(buffers), "with a temporary for each"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recomputation", "passes"), [("none", 4), ("full", 5)])
+def test_passes_through_experts_are_those_of_a_traced_step(recomputation: str, passes: int) -> None:
+    """Tokens are exchanged before and after the products of a forward and of its gradients, and before those of a recomputation."""
+    options: dict[str, Any] = {"data": {"train": [{"path": "x"}], "max_length": TOKENS}, "precision": {"mixed_precision": "bf16"}}
+    fsdp = {"ep_size": 2, "activation_checkpointing": recomputation}
+    trace = trace_of(recipe_of({"from_config": FAMILIES["mixtral"]}, 4, fsdp=fsdp, **options))
+    exchanges = step_work(trace, find_hardware("H100-SXM"), 1, efficiency_of(find_hardware("H100-SXM"))).exchanges
+    assert exchanges is not None
+    assert len(exchanges.at) == passes * LAYERS
 
 
 def gathered(trace: Trace) -> list[int]:
