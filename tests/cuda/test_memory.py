@@ -108,6 +108,7 @@ def leaky_run(path: str) -> MemoryStep | dict[str, Any]:
         return recorded_run(path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_memory_that_no_plan_knows_is_found_and_named(tmp_path: Path, on_ranks: Ranks, weighed: Weighed) -> None:
     leaky = weigh(drawn(FAST), tmp_path / "recipe", on_ranks, run=leaky_run, planned=weighed.planned)

@@ -166,15 +166,16 @@ def test_differences_are_of_recipes_and_environments(tmp_path: Path) -> None:
     assert "The recipes are the same" in page_of(runs[0], written(tmp_path / "three", learning_rate=1e-4))
 
 
-def test_page_of_many_long_runs_is_below_a_megabyte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_page_of_long_runs_is_below_a_megabyte(tmp_path: Path, number: int) -> None:
     """Curves without regularity, long samples of text that escaping lengthens, thousands of events."""
     fields: dict[str, Any] = {f"source_{name}_loss": 1.2345678 for name in range(20)}
     lines: list[dict[str, Any]] = [training_line(step, 1 + (step * 7919 % 1009) / 997, **fields) for step in range(1, 2000)]
     for step in range(100, 2000, 100):
-        samples = [{"prompt": f"{HOSTILE} {number}", "text": "<&>" * 2000} for number in range(20)]
+        samples = [{"prompt": f"{HOSTILE} {row}", "text": "<&>" * 2000} for row in range(20)]
         lines.append({"event": "samples", "step": step, "seconds": 1.0, "samples": samples})
     lines += [{"event": "loss_spike", "step": step, "message": "<" * 500} for step in range(1000)]
-    runs = [written(tmp_path / str(index), lines, text="<" * 100_000) for index in range(3)]
+    runs = [written(tmp_path / str(index), lines, text="<" * 100_000) for index in range(number)]
     page = page_of(*runs)
     assert len(page.encode()) < MAX_BYTES
     assert "Curves have at most" in page
