@@ -25,6 +25,7 @@ LEFT_OUT = {
     "gpu": ("need a GPU", "scripts/test-gpu"),
     "network": ("need the network", "pytest -m network"),
     "slow": ("are slow", "scripts/test --all"),
+    "source": ("read sources alone", "scripts/check"),
     "e2e": ("run full commands", "scripts/test"),
 }
 """Marker → what its tests are, and what runs them. A test with several counts under the first."""

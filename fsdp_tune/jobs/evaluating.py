@@ -98,8 +98,9 @@ KEPT_BETWEEN_STEPS = ("parameters", "optimizer state")
 def refuse_scores_without_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> None:
     """Raises: usage error if a GPU has no room for the scored model next to what its rank keeps between steps."""
     if (lack := _lack_of_room(recipe, model, plan)) is not None:
+        message = f"scores between steps do not fit: {lack}"
         hint = "`--set evaluation.when=at_end`, or `alongside` with a GPU that no rank uses"
-        raise usage_error("evaluation-without-room", f"scores between steps do not fit: {lack}", where=Where(key="evaluation.when"), hint=hint)
+        raise usage_error("evaluation-without-room", message, where=Where(key="evaluation.when"), hint=hint)
 
 
 def scored_where_there_is_room(recipe: Recipe, model: ModelFacts, plan: Plan | None) -> tuple[Recipe, list[Notice]]:

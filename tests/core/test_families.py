@@ -61,11 +61,13 @@ def literals(repository: Path) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.source
 def test_no_other_module_names_a_model_type(literals: dict[str, set[str]]) -> None:
     found = {name: texts & CONFIG_MAPPING_NAMES.keys() for name, texts in literals.items()}
     assert {name: types for name, types in found.items() if types} == MEAN_SOMETHING_ELSE
 
 
+@pytest.mark.source
 def test_no_other_module_names_the_modules_of_experts(literals: dict[str, set[str]]) -> None:
     parts = (".experts.", ".router.", "mscale", "s_aux")
     found = {

@@ -44,6 +44,7 @@ def dumped(path: str) -> str:
     return ast.dump(ast.parse((PACKAGE / path).read_text(encoding="utf-8")))
 
 
+@pytest.mark.source
 def test_plants_apply_and_change_their_modules() -> None:
     """Where the code has moved on, the plant moves with it."""
     unapplied: dict[str, str] = {}

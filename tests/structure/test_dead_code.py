@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.structure import sources
 from tests.structure.sources import Source
+
+pytestmark = pytest.mark.source
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")

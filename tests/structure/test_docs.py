@@ -129,6 +129,7 @@ def parse(command: str) -> None:
         find_recipe(source)
 
 
+@pytest.mark.source
 def test_commands_in_blocks_exist_with_their_options() -> None:
     for command in sorted({command for page in PAGES for command in commands_in(page) if command.startswith("fsdp-tune ")}):
         parse(command)

@@ -10,6 +10,8 @@ import pytest
 from tests.structure import problem_sites, sources
 from tests.structure.problem_sites import HEADING, Site, all_sites, is_legible, message_table, sites_in
 
+pytestmark = pytest.mark.source
+
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 

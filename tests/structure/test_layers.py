@@ -17,6 +17,8 @@ import pytest
 import fsdp_tune
 from tests.structure.sources import Source, modules
 
+pytestmark = pytest.mark.source
+
 MODULE_LINES, FUNCTION_LINES, TITLE_LINES = 500, 60, 3
 
 

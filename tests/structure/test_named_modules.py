@@ -11,6 +11,8 @@ import pytest
 
 from tests.structure.sources import source
 
+pytestmark = pytest.mark.source
+
 IMPORT = re.compile(r"from (fsdp_tune[\w.]*) import (?:\(([^)]*)\)|([\w, ]+))")
 PLACES = ("tests/**/*.py", "benchmarks/*.py", "scripts/*", "docs/**/*.md", "README*.md")
 INVENTED = "tests/structure/test_layers.py"

@@ -25,6 +25,8 @@ from tests.faults.checks import in_child
 from tests.structure.internals import entries
 from tests.structure.sources import PACKAGE, Source, modules, parsed, root_name, source
 
+pytestmark = pytest.mark.source
+
 INTERNALS = PACKAGE / "model" / "internals"
 STACK = {"torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "huggingface_hub", "torchao"}
 ENTRIES = entries()

@@ -45,6 +45,7 @@ def offences(module: Source) -> list[str]:
     return [f"{module.path.name}: {offence}" for offence in found]
 
 
+@pytest.mark.source
 def test_package_never_executes_file_contents() -> None:
     assert [offence for module in modules() for offence in offences(module)] == []
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.source
+
 SUITES = {"architectures", "benchmarks", "chaos", "cuda", "exports", "faults", "fuzz", "gpu", "parity", "structure"}
 """Folders that test several rooms together."""
 

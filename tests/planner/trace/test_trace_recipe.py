@@ -76,7 +76,7 @@ def no_optimizer() -> None:
     optimizer.optimizer_of = lambda training: (torch.optim.SGD, {"lr": 0.1})  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("change", [no_loss, pytest.param(no_layer, marks=pytest.mark.slow), no_optimizer])
+@pytest.mark.parametrize("change", [no_loss, *(pytest.param(each, marks=pytest.mark.slow) for each in (no_layer, no_optimizer))])
 def test_work_removed_from_the_step_is_missing_from_the_prediction(change: Any) -> None:
     assert peak(trace_of(wide(), change=change)) < peak(whole())
 
