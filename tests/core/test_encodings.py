@@ -14,6 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.tensors import encoded
 from fsdp_tune.core.tensors.encoded import Encoded, StoredType
 from fsdp_tune.core.tensors.encodings import find_encodings, method_of, quantisation_of, settings_of_files
 
@@ -189,6 +190,40 @@ def test_bits_of_a_packed_weight_are_those_whose_groups_fit_its_scales(bits: int
     assert torch.equal(whole(tensors, settings), wanted)
 
 
+@pytest.mark.parametrize(("bits", "module"), [(4, "model.layers.0.mlp.up_proj"), (8, "model.layers.0.self_attn.q_proj")])
+@pytest.mark.parametrize("other", ["Linear", "re:.*self_attn.*", "model.layers.0.self_attn.q_proj"])
+def test_bits_of_a_packed_weight_whose_scales_fit_several_are_those_of_its_name(bits: int, module: str, other: str) -> None:
+    """Rows of both widths have one scale; a name goes before a class (`match_targets` of compressed-tensors)."""
+    tensors, wanted = asymmetric(bits, 16, 1, torch.float32, CONSECUTIVE * 0)
+    groups = ((4, ["re:.*mlp.*"]), (8, [other]))
+    settings = mixed(*({"targets": targets, "weights": {"num_bits": each, "strategy": "channel"}} for each, targets in groups))
+    assert torch.equal(whole({name.replace(W[:-1], module): value for name, value in tensors.items()}, settings), wanted)
+
+
+def test_weights_with_zero_points_are_refused_if_no_file_has_them() -> None:
+    """`PackedQuantizationCompressor.decompress` fails; one weight may lack them: old versions left out those that are all zero."""
+    tensors, _ = asymmetric(4, 16, 4, torch.float32, CONSECUTIVE)
+    settings = compressed("pack-quantized", num_bits=4, group_size=32, symmetric=False)
+    bare = {name: value for name, value in tensors.items() if "zero_point" not in name}
+    assert [each.name for each in find_encodings(types_of(bare), settings).unread if "symmetric: false" in each.why] == [
+        W + "weight_packed"
+    ]
+    others = {name.replace("up_proj", "down_proj"): value for name, value in tensors.items()}
+    assert not find_encodings(types_of(bare | others), settings).unread
+
+
+def test_zero_points_of_a_box_are_those_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merges decode a few rows at a time: unpacking all zero points for each of these took longer than all else."""
+    tensors, wanted = asymmetric(4, 512, 4, torch.float32, CONSECUTIVE)
+    settings = compressed("pack-quantized", num_bits=4, group_size=32, symmetric=False)
+    (weight,) = find_encodings(types_of(tensors), settings).weights.values()
+    unpacked: list[int] = []
+    real = encoded._as_signed
+    monkeypatch.setattr(encoded, "_as_signed", lambda values, bits: unpacked.append(len(values)) or real(values, bits))
+    assert torch.equal(read(weight, tensors, (67, 0), (5, 128)), wanted[67:72])
+    assert max(unpacked) == 5
+
+
 def test_mxfp4_is_that_of_transformers() -> None:
     blocks, scales = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8), torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
     tensors = {"mlp.experts.down_proj_blocks": blocks, "mlp.experts.down_proj_scales": scales}
@@ -302,6 +337,11 @@ FOUR = {W + "weight": torch.zeros(16, 32, dtype=torch.uint8), W + "weight_scale"
         (PACKED, FP8, "weight_packed"),
         ({**PACKED, W + "weight_zero_point": torch.zeros(16, 2, dtype=torch.int32)}, INT4, "weight_packed"),
         ({**PACKED, W + "weight_zero_point": torch.zeros(16, 1, dtype=torch.int8)}, INT4, "weight_packed"),
+        (
+            {**PACKED, W + "weight_scale": torch.rand(1, 2), W + "weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)},
+            INT4,
+            "weight_packed",
+        ),
         ({**PACKED, W + "weight_g_idx": torch.zeros(32, dtype=torch.int32)}, INT4, "weight_g_idx"),
         ({**PACKED, W + "weight_g_idx": torch.zeros(64)}, INT4, "weight_g_idx"),
         (PACKED, mixed(*({"weights": {"num_bits": bits, "strategy": "group"}} for bits in (4, 8))), "weight_packed"),

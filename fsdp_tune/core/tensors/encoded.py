@@ -145,7 +145,7 @@ class Encoded:
             by_dimension[-1] = self._ordered_groups(groups)[start[-1] : start[-1] + sizes[-1]]
         index = np.ix_(*by_dimension)
         if zero_points is not None:
-            values = values - _grid(self._zeros(zero_points), self.shape)[index].astype(np.float32)
+            values = values - self._zeros(zero_points, index)
         factors = _as_scales(_grid(scales, self.shape)[index])
         if tensor_scale is not None:
             of_tensor = _as_scales(tensor_scale).reshape(())
@@ -155,11 +155,15 @@ class Encoded:
     def _rounded(self, product: Array, scales: Array) -> Array:
         return product.astype(scales.dtype).astype(np.float32) if self.rounds_to_scales and scales.dtype.itemsize == 2 else product
 
-    def _zeros(self, stored: Array) -> Array:
-        """Return zero points in the shape of the scales: `pack-quantized` packs those of a column of them in words, as it does codes."""
+    def _zeros(self, stored: Array, index: tuple[Array, ...]) -> Array:
+        """Return the zero point of each element of a box. `pack-quantized` packs those of a column in words, the first in the lowest
+        bits; `index`: of rows and columns in the scales."""
         if stored.dtype != np.int32:
-            return stored
-        return _unpacked(np.ascontiguousarray(stored.T), self.bits).T[: self.shape[0]]
+            return _grid(stored, self.shape)[index].astype(np.float32)
+        rows, columns = index
+        at, shifts = divmod(rows, 32 // self.bits)
+        words = stored.view(np.uint32)[at[:, 0]] >> (shifts * self.bits).astype(np.uint32)
+        return _as_signed(words & np.uint32((1 << self.bits) - 1), self.bits)[:, columns[0]]
 
     def _ordered_groups(self, groups: Array) -> Array:
         """Return the group of each input (`_process_group` of compressed-tensors: -1 means that the order was not used).
@@ -251,7 +255,12 @@ def _integers(words: Array, bits: int) -> Array:
 
 def _unpacked(words: Array, bits: int) -> Array:
     """Return the signed integers of int32 words in fp32."""
-    return _integers(words, bits).astype(np.float32) - np.float32(1 << (bits - 1))
+    return _as_signed(_integers(words, bits), bits)
+
+
+def _as_signed(values: Array, bits: int) -> Array:
+    """Return integers in fp32, less the offset that compressed-tensors adds before it packs them."""
+    return values.astype(np.float32) - np.float32(1 << (bits - 1))
 
 
 def _unpacked_fp4(codes: Array) -> Array:

@@ -4,6 +4,7 @@ alone, and the settings of a config.json that say how they are to be read. Pure.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -252,6 +253,7 @@ def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
     structures = [as_list(each.get("block_structure")) for each in weights]
     structure = cast("list[int]", next((each for each in structures if each), list[object]()))
     is_known = formats <= {*_COMPRESSED_FORMATS}
+    has_zeros = any(name.endswith("weight_zero_point") for name in tensors)
     for scales in [name for name in tensors if name.endswith("weight_scale")]:
         owner = scales.removesuffix("weight_scale")
         parts = {part: f"{owner}weight{part}" for part in ("_packed", "_zero_point", "_g_idx", "_global_scale", "_shape")}
@@ -261,19 +263,20 @@ def _of_compressed(tensors: Mapping[str, StoredType], settings: Mapping[str, Any
         elif not is_known or "_global_scale" in present:
             yield Unread(scales, f"belongs to a weight in the format {', '.join(sorted(formats)) or 'unknown'}, which no rule reads")
         elif "_packed" in present:
-            yield _with_groups(tensors, _packed(tensors, owner, present, groups), present)
+            yield _with_groups(tensors, _packed(tensors, owner, present, groups, has_zeros=has_zeros), present)
         elif f"{owner}weight" in tensors:
             found = _scaled(tensors, f"{owner}weight", scales, structure, rounds=True, zeros=present.get("_zero_point"))
             yield _with_groups(tensors, found, present)
 
 
 def _packed(
-    tensors: Mapping[str, StoredType], owner: str, present: Mapping[str, str], groups: Sequence[Mapping[str, Any]]
+    tensors: Mapping[str, StoredType], owner: str, present: Mapping[str, str], groups: Sequence[Mapping[str, Any]], *, has_zeros: bool
 ) -> Encoded | Unread:
     codes, scales, zeros = present["_packed"], f"{owner}weight_scale", present.get("_zero_point")
     words, of_scales = tensors[codes], tensors[scales]
     is_matrix = words.dtype == "I32" and len(words.shape) == 2 and of_scales.dtype in FLOATS
-    widths = _widths(groups, words.shape[-1], of_scales.shape) if is_matrix else set[Any]()
+    settings = _settings_of(groups, owner.removesuffix("."), words.shape[-1], of_scales.shape) if is_matrix else []
+    widths = {each["num_bits"] for each in settings}
     width = next(iter(widths)) if len(widths) == 1 else None
     if width not in (2, 4, 8):
         found = f"{' or '.join(sorted(map(str, widths))) or 'an unknown number of'} bits with scales in {of_scales.dtype}"
@@ -282,9 +285,13 @@ def _packed(
     blocks = blocks_of(shape, of_scales.shape, ())
     if blocks is None:
         return Unread(codes, f"holds {list(shape)} values, and its scales {list(of_scales.shape)} fit no groups of them")
-    as_codes = StoredType("I32", (-(-shape[0] * width // 32), *of_scales.shape[1:]))  # since compressed-tensors 0.10
-    if zeros is not None and tensors[zeros] not in (as_codes, StoredType("I8", of_scales.shape)):
+    forms = [StoredType("I8", of_scales.shape)]
+    if len(of_scales.shape) == 2:
+        forms.append(StoredType("I32", (-(-of_scales.shape[0] * width // 32), of_scales.shape[1])))  # since compressed-tensors 0.10
+    if zeros is not None and tensors[zeros] not in forms:
         return Unread(codes, f"has zero points {tensors[zeros].dtype} {list(tensors[zeros].shape)} for scales {list(of_scales.shape)}")
+    if not has_zeros and all(map(_has_zero_points, settings)):
+        return Unread(codes, "has no zero points, nor has any other weight, and config.json says `symmetric: false`")
     unused = (present["_shape"],) if "_shape" in present else ()
     unused += _unused(tensors, owner)
     name = f"{owner}weight"
@@ -293,15 +300,43 @@ def _packed(
     )
 
 
-def _widths(groups: Sequence[Mapping[str, Any]], words: int, scales: Shape) -> set[Any]:
-    """Return the bits that a packed weight can have: those of all groups of config.json that store integers, if they agree, and else of
-    those whose `group_size` fits its scales."""
-    of_integers = [as_mapping(group.get("weights")) for group in groups if group.get("format") in (None, "pack-quantized")]
-    of_integers = [each for each in of_integers if each.get("num_bits") and (each.get("type") or "int") == "int"]
-    widths = {each["num_bits"] for each in of_integers}
-    if len(widths) < 2:
-        return widths
-    return {each["num_bits"] for each in of_integers if _fits_groups(each, words, scales)}
+def _has_zero_points(weights: Mapping[str, Any]) -> bool:
+    """Return whether weights are stored with zero points, which old versions leave out where all of a weight are zero."""
+    return weights.get("symmetric") is False and weights.get("strategy") != "tensor"
+
+
+def _settings_of(groups: Sequence[Mapping[str, Any]], module: str, words: int, scales: Shape) -> list[Mapping[str, Any]]:
+    """Return the settings that a packed weight can have: those of all groups of config.json that store integers, if these are of one
+    width, and else those whose `group_size` fits its scales; of several such widths, those whose `targets` name its module."""
+    of_integers = [group for group in groups if group.get("format") in (None, "pack-quantized") and _stores_integers(group)]
+    if _number_of_widths(of_integers) > 1:
+        of_integers = [group for group in of_integers if _fits_groups(as_mapping(group.get("weights")), words, scales)]
+    if _number_of_widths(of_integers) > 1:
+        of_integers = _named(of_integers, module)
+    return [as_mapping(group.get("weights")) for group in of_integers]
+
+
+def _stores_integers(group: Mapping[str, Any]) -> bool:
+    weights = as_mapping(group.get("weights"))
+    return bool(weights.get("num_bits")) and (weights.get("type") or "int") == "int"
+
+
+def _number_of_widths(groups: Sequence[Mapping[str, Any]]) -> int:
+    return len({as_mapping(group.get("weights"))["num_bits"] for group in groups})
+
+
+def _named(groups: Sequence[Mapping[str, Any]], module: str) -> list[Mapping[str, Any]]:
+    """Return the groups whose `targets` name a module, or a class if none does (`match_targets` of compressed-tensors)."""
+    targets = [(group, [str(each) for each in as_list(group.get("targets"))]) for group in groups]
+    found = [group for group, names in targets if any(_is_target(name, module) for name in names)]
+    return found or [group for group, names in targets if not all(name.startswith("re:") or "." in name for name in names)]
+
+
+def _is_target(name: str, module: str) -> bool:
+    try:
+        return name == module or (name.startswith("re:") and re.match(name.removeprefix("re:"), module) is not None)
+    except re.error:
+        return False
 
 
 def _fits_groups(weights: Mapping[str, Any], words: int, scales: Shape) -> bool:
