@@ -40,6 +40,15 @@ def test_line_end_of_the_tokenizers_template_is_reported_if_no_template_is_named
     assert "Without `template`" not in row(from_text(tmp_path, FILE.format("sft") + "template: llama3\n"), "stage")[1]
 
 
+def test_line_end_of_the_tokenizers_template_is_reported_where_the_file_leaves_the_stage_to_its_default(tmp_path: Path) -> None:
+    bare = FILE.replace("stage: {}\n", "")
+    assert "Without `template`" in row(from_text(tmp_path, bare), "dataset")[1]
+    for more in ("template: llama3\n", "train_on_prompt: true\n", "stage: sft\n"):
+        assert "Without `template`" not in row(from_text(tmp_path, bare + more), "dataset")[1]
+    (tmp_path / "dataset_info.json").write_text('{"rows": {"file_name": "rows.json"}}')
+    assert "Without `template`" in row(from_text(tmp_path, bare), "dataset")[1]
+
+
 def test_line_end_is_no_difference_where_every_token_is_trained(tmp_path: Path) -> None:
     everything = FILE.format("sft") + "train_on_prompt: true\n"
     assert TRAINED_THERE not in row(from_text(tmp_path, everything + "template: chatml\n"), "template")[1]

@@ -71,7 +71,7 @@ LINE_ENDS = frozenset(
 2026-08); `python -m tests.migrate.tool_keys --check` finds new ones."""
 _LINE_END = (
     "LLaMA-Factory also trains the line end that its template writes after the last token of an answer; here it is context, "
-    "which only labels of your own train (`format: tokenized`)"
+    "which only labels of your own train (`format: segments` or `tokenized`)"
 )
 _OF_TOKENIZER = (
     "Without `template`, LLaMA-Factory also trains white space that the tokenizer's template writes after the last token of an answer, "
@@ -111,11 +111,12 @@ def _listed_datasets(place: KeyPath) -> Rule:
 
     def rule(key: FileKey) -> Outcome:
         names = _names(key.value)
+        said = f". {_OF_TOKENIZER}" if place == TRAIN and key.of_file("stage") is None and _is_template_of_tokenizer(key) else ""
         first = sum(1 for target in key.ledger.settings if target[:2] == place and target[-1] == "path")
         unknown = [name for name in names if key.of_file(INFO, name) is None]
         if unknown:
             words = in_words(SYNONYMS["dataset"].outcome(", ".join(unknown)))
-            return Ask(f"`{INFO}` was not found here, or does not have it: {words}", place)
+            return Ask(f"`{INFO}` was not found here, or does not have it: {words}{said}", place)
         places = [(name, (*place, index)) for index, name in enumerate(names, first)]
         settings = {(*target, "path"): _path_of(key.of_file(INFO, name)) or "NAME" for name, target in places}
         entries = [At((INFO, name), source(target, _ENTRY)) for name, target in places]
@@ -123,7 +124,7 @@ def _listed_datasets(place: KeyPath) -> Rule:
             texts = [step for name, target in places for step in _text_steps(name, as_mapping(key.of_file(INFO, name)), target)]
             return [*texts, Write(settings, f"by {INFO}"), *entries]
         is_alpaca = any((key.of_file(INFO, name, "formatting") or "alpaca") == "alpaca" for name in names)
-        return [Write(settings, f"by {INFO}{_JOINED if is_alpaca else ''}"), *entries]
+        return [Write(settings, f"by {INFO}{_JOINED if is_alpaca else ''}{said}"), *entries]
 
     return rule
 
@@ -223,6 +224,10 @@ def _trains_all(key: FileKey) -> bool:
     return is_on(key.of_file("train_on_prompt") or False)
 
 
+def _is_template_of_tokenizer(key: FileKey) -> bool:
+    return not key.of_file("template") and not _trains_all(key)
+
+
 def _template(key: FileKey) -> Outcome:
     found = unless_pretraining(chat_template, "stage", "`stage: pt` renders no template")
     outcome = outcome_of(found, key)
@@ -236,7 +241,7 @@ def _template(key: FileKey) -> Outcome:
 def _stage(key: FileKey) -> Outcome:
     if key.value != "pt":
         words = "supervised fine-tuning is what `train` does"
-        return Drop(words if key.of_file("template") or _trains_all(key) else f"{words}. {_OF_TOKENIZER}")
+        return Drop(f"{words}. {_OF_TOKENIZER}" if _is_template_of_tokenizer(key) else words)
     found: list[Step] = [Write({"data.loss_on": "all"}, "pre-training: every token is trained")]
     origin = f"default of {LLAMA_FACTORY} for `stage: pt`"
     if (packing := key.of_file("packing")) is None:
