@@ -206,6 +206,11 @@ def number_of_expert(name: str) -> int | None:
     return int(found[1]) if (found := _EXPERT.search(name)) else None
 
 
+def stack_of(name: str) -> str | None:
+    """Return the module that holds the experts of a layer, of a name of one of them that may be stacked in it; None for other names."""
+    return name[: found.start(1) - 1] if (found := _EXPERT.search(name)) else None
+
+
 def is_router_in_experts(name: str) -> bool:
     """Return whether a parameter of `is_in_experts` is one of a router (JetMoE)."""
     return _ROUTER_IN_EXPERTS in name

@@ -97,6 +97,7 @@ def test_names_of_experts(name: str, facts: tuple[bool, int | None, bool, bool])
         families.is_shared_expert(name),
     )
     assert found == facts
+    assert families.stack_of(name) == ("layers.0.mlp.experts" if facts[1] is not None else None)
 
 
 def test_number_is_read_from_a_file_and_from_an_object_under_the_names_of_the_family() -> None:

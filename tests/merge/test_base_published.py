@@ -170,9 +170,12 @@ def test_adapter_of_another_tool_over_a_quantised_base_becomes_a_plain_model_wit
 
 
 @pytest.mark.slow
-def test_biases_of_zeros_are_dropped_under_an_adapter_of_another_tool(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "foreign"), [("llama GPTQ", r"mlp\.down_proj\.bias"), ("qwen3_moe GPTQ", r"mlp\.experts\.0\.down_proj\.bias")]
+)
+def test_biases_of_zeros_are_dropped_under_an_adapter_of_another_tool(layout: str, foreign: str, tmp_path: Path) -> None:
     """Those that the class has are kept: the query projections of this one have biases, and they are zero."""
-    base = LAYOUTS["llama GPTQ"](tmp_path / "base")
+    base = LAYOUTS[layout](tmp_path / "base")
     file, settings = base.folder / "model.safetensors", base.folder / "config.json"
     stored = load_file(file)
     codes = {name.removesuffix("qweight"): value for name, value in stored.items() if name.endswith(".qweight")}
@@ -184,7 +187,7 @@ def test_biases_of_zeros_are_dropped_under_an_adapter_of_another_tool(tmp_path: 
     assert merged.keys() == base.plain.keys() | {name for name in biases if ".self_attn." in name}
     assert not any(name.endswith(".bias") and value.any() for name, value in merged.items())
     save_file(stored | {name: value + 1 for name, value in biases.items()}, file, {"format": "pt"})
-    with pytest.raises(FailedError, match=r"mlp\.down_proj\.bias` is a bias of a quantised layer"):
+    with pytest.raises(FailedError, match=rf"{foreign}` is a bias of a quantised layer"):
         merge_checkpoint(tmp_path / "adapter", MergeOptions(output=tmp_path / "other"))
     assert not (tmp_path / "other").exists()
 

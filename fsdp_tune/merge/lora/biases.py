@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_tune.core.errors import Where, failed_error
+from fsdp_tune.core.families import is_in_experts, stack_of
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Array, TensorReader, boxes
 from fsdp_tune.merge.load_check import Child
 from fsdp_tune.merge.read.reader import SourceTensor
@@ -24,7 +25,10 @@ def without_foreign_biases(base: Mapping[str, SourceTensor], folder: Path) -> di
     with Child("names", folder) as child:
         answer = child.answer()
     parameters: Mapping[str, object] = {} if isinstance(answer, str) else answer["parameters"]
+    stacks = {name.rpartition(".")[0] for name in parameters if is_in_experts(name)}
+    biased = {name.rpartition(".")[0] for name in parameters if name.endswith("_bias")}
     foreign = {f"{owner}bias" for owner in owners if f"{owner}weight" in parameters and f"{owner}bias" not in parameters}
+    foreign |= {f"{owner}bias" for owner in owners if stack_of(owner) in stacks - biased}
     scratch = np.empty(BUFFER_BYTES, np.uint8)
     for name in sorted(foreign & base.keys()):
         if not _is_zero(base[name], scratch):
