@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fsdp_tune.core.errors import FsdpTuneError
@@ -80,6 +82,18 @@ def test_files_with_exactly_the_parameters_of_the_model_need_no_renamings(base: 
     assert calls
     assert account({UP: StoredType("F32", types[UP].shape[::-1])})[1] == 1
     assert calls
+
+
+def test_no_conversion_changes_a_tensor_that_has_the_name_and_the_shape_of_its_parameter() -> None:
+    """Ranks read such tensors as they are: `Transpose` compares shapes then, and `Inkling2UnpadVocab` cuts rows that they do not have."""
+    found: set[tuple[str, bool]] = set()
+    for conversions in conversion_mapping._build_checkpoint_conversion_mapping().values():
+        for each in conversions:
+            sources, targets = ({re.sub(r"[\\^$]", "", name) for name in names} for names in (each.source_patterns, each.target_patterns))
+            if isinstance(each, WeightConverter) and sources & targets:
+                found |= {(type(operation).__name__, getattr(operation, "check_dims", False)) for operation in each.operations}
+    assert found <= {("Transpose", True), ("Inkling2UnpadVocab", False)}
+    assert ("Transpose", True) in found
 
 
 def test_integers_in_the_place_of_a_weight_are_refused_by_name(base: Path) -> None:
