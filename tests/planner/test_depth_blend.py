@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fsdp_tune.core.topology import Topology
-from fsdp_tune.planner.predict.depth import repeated_layers
+from fsdp_tune.planner.predict.depth import DepthError, full_depth, repeated_layers
 from fsdp_tune.planner.predict.derive import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
 from fsdp_tune.planner.trace_format import Trace, TraceFacts
 from tests.planner.hand_trace import Hand
@@ -94,3 +94,32 @@ def test_one_period_is_traced_with_margins_of_the_layers_that_one_affects(kinds:
         assert min(len(before), len(after)) >= margin
         assert set(before) == set(after) == set(kinds), "a layer of each kind, which may free what they share"
         assert all(kinds[index] == kinds[index - found.period] for index in found.dropped)
+
+
+def of_twelve_layers(lasts: int) -> Trace:
+    """A trace of layers 0 to 11 of 16, of which 3 to 6 are repeated. Each allocates a block, which the layer `lasts` after it frees."""
+    hand, layers = Hand(), list[int]()
+    for layer in range(12):
+        hand.hold(layer, 512)
+        layers.append(layer)
+        if layer >= lasts:
+            hand.hold(layer - lasts, -512)
+            layers.append(layer)
+    for block in range(12 - lasts, 12):
+        hand.hold(block, -512)
+        layers.append(-1)
+    trace = hand.trace()
+    trace.events["layer"] = layers
+    return replace(trace, counts=replace(trace.counts, layers=16), traced_layers=12, first_repeated=3, period=4)
+
+
+@pytest.mark.parametrize("lasts", [1, 2, 3])
+def test_blocks_that_outlive_their_layers_are_freed_in_copies(lasts: int) -> None:
+    alive = np.cumsum(full_depth(of_twelve_layers(lasts)).events["bytes"].astype(np.int64))
+    assert (int(alive.max()), int(alive[-1])) == (512 * (lasts + 1), 0)
+
+
+def test_block_that_outlives_the_margins_is_refused() -> None:
+    """Layer 3 of the trace frees nothing, since it has no layer four before it. So a copy of layer 3 would keep its block for ever."""
+    with pytest.raises(DepthError, match="an equal layer keeps it"):
+        full_depth(of_twelve_layers(4))

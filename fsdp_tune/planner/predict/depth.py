@@ -234,6 +234,9 @@ class _Blocks:
                     raise DepthError("a layer frees a block that no equal layer allocated, or frees it twice")
                 rows.append(row)
                 names.append(numbers.pop(key))
+        freed = {block for block, size in zip(blocks, sizes, strict=True) if size < 0}
+        if any(block in freed for block, _ in numbers):
+            raise DepthError("a layer frees a block, and an equal layer keeps it")
         named = events[rows]
         named["block"] = names
         return named

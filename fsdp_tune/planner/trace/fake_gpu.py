@@ -277,10 +277,12 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
-def _run(operation: Any, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
-    wanted = dtype or torch.get_autocast_dtype(DEVICE)
+def _run(operation: Any, own: torch.dtype | None, /, *args: Any, **kwargs: Any) -> Any:
+    wanted = own or torch.get_autocast_dtype(DEVICE)
     torch.set_autocast_enabled(DEVICE, False)  # otherwise the operation would be dispatched here again
     try:
+        if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):  # `set_opt_dtype`: the caller's counts
+            return operation(*args, **kwargs)
         return operation(*_cast(args, wanted), **{name: _cast(value, wanted) for name, value in kwargs.items()})
     finally:
         torch.set_autocast_enabled(DEVICE, True)

@@ -55,15 +55,15 @@ class KnownResults:
         if func.namespace == "profiler":
             with self._no_dispatch():
                 return func(*args, **kwargs)  # the start or end of a named range, without tensors
-        parts: list[object] = [func, torch.get_default_dtype()]
         inputs: list[Any] = []
-        if not self._describe(mode, args, parts, inputs) or not self._describe(mode, kwargs.items(), parts, inputs):
+        key = self._key(mode, func, args, kwargs, inputs)
+        if key is None:
             return self._compute(func, args, kwargs)
-        key = tuple(parts)
         if key not in self._known:
             storages = [each.untyped_storage() for each in inputs]
             out = self._compute(func, args, kwargs)
-            self._known[key] = self._results(mode, func, out, inputs, storages)
+            is_resized = self._key(mode, func, args, kwargs, []) != key  # a given `out` of another size
+            self._known[key] = None if is_resized else self._results(mode, func, out, inputs, storages)
             return out
         known = self._known[key]
         if known is None:
@@ -75,12 +75,18 @@ class KnownResults:
         self.computed += 1
         return func(*args, **kwargs)
 
+    def _key(self, mode: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Any]) -> tuple[object, ...] | None:
+        """Return what the results of an operation depend on, None if it has no description. Append its tensors to `inputs`."""
+        parts: list[object] = [func, torch.get_default_dtype()]
+        is_described = self._describe(mode, args, parts, inputs) and self._describe(mode, kwargs.items(), parts, inputs)
+        return tuple(parts) if is_described else None
+
     def _describe(self, mode: Any, values: Iterable[Any], parts: list[object], inputs: list[Any]) -> bool:
         """Append to `parts` what a result depends on, and to `inputs` the tensors. Return False if a value has no description."""
         for value in values:
             kind = type(value)
             if kind is self._fake_tensor:
-                if value.constant is not None or value.fake_mode is not mode:
+                if value.constant is not None or value.fake_mode is not mode or value.is_conj() or value.is_neg():
                     return False
                 parts += (value.shape, value.stride(), value.dtype, value.fake_device, value.storage_offset(), value.requires_grad)
                 inputs.append(value)
@@ -107,6 +113,8 @@ class KnownResults:
         new = {id(each) for each in own} - {id(each) for each in storages}
         if len(new) < sum(id(each) in new for each in own):
             return None  # two results share a new storage
+        if any(_is_ambiguous(each, inputs, storages) for each in tensors):
+            return None
         results = [_described(each, inputs, storages) if type(each) is self._fake_tensor else each for each in outputs]
         for tensor, result in zip(outputs, results, strict=True):
             if isinstance(result, _Tensor) and not _is_equal(tensor, self._make(mode, result, inputs)):
@@ -138,6 +146,14 @@ def _described(tensor: Any, inputs: list[Any], storages: list[Any]) -> _Tensor:
         return _Tensor(*facts, source=itself, is_input=True)
     storage = tensor.untyped_storage()
     return _Tensor(*facts, source=next((index for index, each in enumerate(storages) if each is storage), -1))
+
+
+def _is_ambiguous(tensor: Any, inputs: list[Any], storages: list[Any]) -> bool:
+    """Return whether a result may be one of several inputs, or a view of one of several, which are different tensors another time."""
+    if any(each is tensor for each in inputs):
+        return sum(each is tensor for each in inputs) > 1
+    storage = tensor.untyped_storage()
+    return sum(each is storage for each in storages) > 1
 
 
 def _is_equal(tensor: Any, made: Any) -> bool:

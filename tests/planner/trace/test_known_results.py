@@ -94,3 +94,26 @@ def test_result_that_depends_on_values_is_not_remembered() -> None:
         with pytest.raises(Exception, match="_local_scalar_dense"):
             run(aten._local_scalar_dense.default, run.tensor())
     assert run.known.computed == 2
+
+
+def test_given_output_is_returned_although_the_first_time_it_was_an_input() -> None:
+    run = Run()
+    one, other, given = (run.tensor(4) for _ in range(3))
+    assert run(aten.add.out, one, other, out=one) is one
+    assert run(aten.add.out, one, other, out=given) is given
+
+
+def test_given_output_of_another_size_is_resized_each_time() -> None:
+    run = Run()
+    for _ in range(2):
+        given = run.tensor(0)
+        assert run(aten.mul.out, run.tensor(4), run.tensor(4), out=given) is given
+        assert given.shape == (4,)
+
+
+def test_view_of_a_conjugate_is_one() -> None:
+    run = Run()
+    plain, conjugate = (run.tensor(4, 2, dtype=torch.complex64) for _ in range(2))
+    with run.mode:
+        conjugate = conjugate.conj()
+    assert [run(aten.view.default, each, [8]).is_conj() for each in (plain, conjugate)] == [False, True]

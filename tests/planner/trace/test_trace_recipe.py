@@ -20,7 +20,7 @@ from fsdp_tune.planner.predict.divided_step import step_time
 from fsdp_tune.planner.predict.memory import disk, peak_memory
 from fsdp_tune.planner.predict.timing import Efficiency
 from fsdp_tune.planner.trace.traced_step import traced_micro_batches
-from fsdp_tune.planner.trace_format import COLLECTIVES, EVALUATION, GROUPS, KINDS, PHASES, Trace
+from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, EVALUATION, GROUPS, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema.optimizers import state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.model.families import FAMILIES
@@ -144,7 +144,7 @@ def test_trace_of_muon_has_its_state_products_and_collectives() -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            12,
+            13,
             {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_every": 4}},
             id="every fourth layer, with margins shorter than the period",
             marks=pytest.mark.slow,
@@ -234,6 +234,14 @@ def test_micro_batch_between_is_traced_where_it_differs_from_the_last(strategy: 
     fsdp = {"sharding_strategy": strategy, "sync_each_batch": each}
     recipe = recipe_of("llama", ranks, fsdp=fsdp, training={"gradient_accumulation_steps": 8})
     assert traced_micro_batches(recipe) == traced
+
+
+def test_softmax_with_a_dtype_is_traced_under_autocast() -> None:
+    """As routers of experts have it. Autocast computes a softmax in fp32 only if no dtype is given."""
+    recipe = recipe_of("gpt_oss", fsdp={"sharding_strategy": "NO_SHARD"}, precision={"mixed_precision": "bf16"})
+    trace = trace_of(recipe)
+    softmax = trace.ops[trace.ops["name"] == trace.op_names.index("_softmax")]
+    assert DTYPES.index("bf16") in softmax["dtype"].tolist()
 
 
 @pytest.mark.slow
