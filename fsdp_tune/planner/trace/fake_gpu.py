@@ -281,9 +281,9 @@ def _run(operation: Any, own: torch.dtype | None, /, *args: Any, **kwargs: Any) 
     wanted = own or torch.get_autocast_dtype(DEVICE)
     torch.set_autocast_enabled(DEVICE, False)  # otherwise the operation would be dispatched here again
     try:
-        if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):  # `set_opt_dtype`: the caller's counts
-            return operation(*args, **kwargs)
-        return operation(*_cast(args, wanted), **{name: _cast(value, wanted) for name, value in kwargs.items()})
+        if not any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):  # `set_opt_dtype`: the caller's counts
+            args, kwargs = tuple(_cast(args, wanted)), {name: _cast(value, wanted) for name, value in kwargs.items()}
+        return operation(*args, **kwargs)
     finally:
         torch.set_autocast_enabled(DEVICE, True)
 
@@ -494,8 +494,7 @@ def without_dropped(model: PreTrainedModel, container: str, repeated: Repeated) 
     for config in {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}.values():
         if getattr(config, "num_hidden_layers", None) is None:
             continue  # a composite model's outer configuration
-        kinds = getattr(config, "layer_types", None)
         config.num_hidden_layers -= repeated.missing
-        if kinds is not None:
+        if (kinds := getattr(config, "layer_types", None)) is not None:
             config.layer_types = [*kinds[: dropped.start], *kinds[dropped.stop :]]
     return model
