@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fsdp_tune.jobs.observer import TrainResult
 from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.sweep import PlannedRun, SweepPoint, answer_of, parse_sweep, plan_sweep, run_sweep, sweep_points
 from fsdp_tune.recipe.read.loader import LoadedRecipe
+from tests.model.recipes import recipe_of
 
 
 def names(*texts: str) -> list[str]:
@@ -147,3 +149,18 @@ def test_evaluations_decide_if_all_finished_runs_have_them(recipe: str) -> None:
     assert (answer_of(runs).best, answer_of(runs).metric) == ("b", "eval_loss")
     assert (answer_of([*runs, replace(run, run_dir="c", loss=1.5)]).best, answer_of([run]).best) == ("a", None)
     assert SweepPoint("seed=1", {"training.seed": "1"}) == plan.point
+
+
+@pytest.mark.parametrize(
+    ("takes_best", "values", "expected"),
+    [
+        (True, [2.0, 1.5, 1.75], 1.5),
+        (False, [2.0, 1.5, 1.75], 1.75),
+        (True, [float("nan"), 2.0, "NaN"], 2.0),
+        (False, [2.0, float("nan")], None),
+    ],
+)
+def test_evaluation_loss_of_a_run_is_that_of_the_model_it_keeps(takes_best: bool, values: list[Any], expected: float | None) -> None:
+    recipe = recipe_of(training={"load_best_model_at_end": takes_best, "eval_strategy": "steps", "eval_steps": 10, "save_steps": 10})
+    planned = SimpleNamespace(loaded=SimpleNamespace(recipe=recipe))
+    assert sweep._eval_loss(planned, values) == expected  # type: ignore[arg-type]
