@@ -48,7 +48,7 @@ PATIENCE = 4.0
 
 
 def play(part: Any, bench: Any, pipe: Connection) -> None:
-    """In the part's process: sends each row when it is measured, and at the end why there are no more."""
+    """Run a part in its own process. Sends each row when it is measured, and the reason when the part ends."""
     from gpu_runs import TimeIsUp
 
     from fsdp_tune.core.parent_death import die_with_parent

@@ -92,7 +92,7 @@ def first(found: CompareAnswer) -> tuple[str, list[str]]:
     return found.first.stage, [key.key for key in found.cause.keys]
 
 
-FIRST_OF_STAGE = list({stage: each for each in reversed(RECIPES) for stage in each[1:2]}.values())
+FIRST_OF_STAGE = {stage: (override, stage, key) for override, stage, key in reversed(RECIPES)}.values()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
-from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Array, Box, TensorReader, boxes, convert
+from fsdp_tune.merge.copy.gather import Array, Box, TensorReader, convert, read_in_full
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceTensor
 
 
@@ -19,9 +19,9 @@ class DecodingReader:
 
     def __init__(self, encoded: EncodedTensor, scratch: Array) -> None:
         self._encoded, self._scratch = encoded, scratch
-        self._scales = _in_full(encoded.scales, scratch)
-        self._others = [None if tensor is None else _in_full(tensor, scratch) for tensor in encoded.others]
-        self._in_full = _in_full(encoded.codes, scratch) if encoded.weight.is_read_in_full else None
+        self._scales = read_in_full(encoded.scales, scratch)
+        self._others = [None if tensor is None else read_in_full(tensor, scratch) for tensor in encoded.others]
+        self._in_full = read_in_full(encoded.codes, scratch) if encoded.weight.is_read_in_full else None
         self._codes = TensorReader(encoded.codes, scratch, in_order=False)
         self._expert: tuple[int, Array] | None = None
 
@@ -55,11 +55,3 @@ class DecodingReader:
 def reader_of(tensor: SourceTensor, scratch: Array) -> TensorReader | DecodingReader:
     """Return the reader of a tensor. `scratch` (BUFFER_BYTES) is clobbered by its reads."""
     return TensorReader(tensor, scratch) if tensor.encoded is None else DecodingReader(tensor.encoded, scratch)
-
-
-def _in_full(tensor: SourceTensor, scratch: Array) -> Array:
-    reader, values = TensorReader(tensor, scratch), np.empty(tensor.elements, tensor.dtype.numpy)
-    for box in boxes(tensor.shape, BUFFER_BYTES // tensor.dtype.item_bytes):
-        reader.read(box, values[box.first : box.first + box.elements])
-    reader.finish()
-    return values.reshape(tensor.shape)

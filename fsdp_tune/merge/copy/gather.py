@@ -439,12 +439,16 @@ class ExpertDelta:
 @lru_cache(maxsize=4)
 def read_factor(factor: SourceTensor, kind: np.dtype[np.floating]) -> Array:
     """Return a factor in full. Kept for the next expert, whose tensor is usually the next in the file."""
-    reader = TensorReader(factor, np.empty(BUFFER_BYTES, np.uint8))
-    values = np.empty(factor.elements, factor.dtype.numpy)
-    for box in boxes(factor.shape, BUFFER_BYTES // factor.dtype.item_bytes):
+    return read_in_full(factor, np.empty(BUFFER_BYTES, np.uint8)).astype(kind)
+
+
+def read_in_full(tensor: SourceTensor, scratch: Array) -> Array:
+    """Return a tensor as it is stored. `scratch` (BUFFER_BYTES) is clobbered."""
+    reader, values = TensorReader(tensor, scratch), np.empty(tensor.elements, tensor.dtype.numpy)
+    for box in boxes(tensor.shape, BUFFER_BYTES // tensor.dtype.item_bytes):
         reader.read(box, values[box.first : box.first + box.elements])
     reader.finish()
-    return values.astype(kind)
+    return values.reshape(tensor.shape)
 
 
 def kind_of(tensor: SourceTensor) -> np.dtype[np.floating]:

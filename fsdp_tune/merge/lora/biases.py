@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.core.families import is_in_experts, stack_of
-from fsdp_tune.merge.copy.gather import BUFFER_BYTES, Array, TensorReader, boxes
+from fsdp_tune.merge.copy.gather import BUFFER_BYTES, read_in_full
 from fsdp_tune.merge.load_check import Child
 from fsdp_tune.merge.read.reader import SourceTensor
 
@@ -31,16 +31,8 @@ def without_foreign_biases(base: Mapping[str, SourceTensor], folder: Path) -> di
     foreign |= {f"{owner}bias" for owner in owners if stack_of(owner) in stacks - biased}
     scratch = np.empty(BUFFER_BYTES, np.uint8)
     for name in sorted(foreign & base.keys()):
-        if not _is_zero(base[name], scratch):
+        if read_in_full(base[name], scratch).any():
             message = f"its `{name}` is a bias of a quantised layer, which has none in the class of its config.json"
             hint = "give the same model in 16 bits: `--base MODEL`"
             raise failed_error("merge-adapter-base", message, where=Where(str(folder)), hint=hint)
     return {name: tensor for name, tensor in base.items() if name not in foreign}
-
-
-def _is_zero(tensor: SourceTensor, scratch: Array) -> bool:
-    reader, values = TensorReader(tensor, scratch), np.empty(tensor.elements, tensor.dtype.numpy)
-    for box in boxes(tensor.shape, BUFFER_BYTES // tensor.dtype.item_bytes):
-        reader.read(box, values[box.first : box.first + box.elements])
-    reader.finish()
-    return not values.any()
