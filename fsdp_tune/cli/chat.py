@@ -15,7 +15,7 @@ from fsdp_tune.core.processes import interrupts_call
 from fsdp_tune.jobs.options import GenerateOptions
 
 if TYPE_CHECKING:
-    from fsdp_tune.cli.bars import LiveColumns
+    from fsdp_tune.cli.progress import LiveColumns
     from fsdp_tune.data.prompts import Prompt
     from fsdp_tune.jobs.generate import AnsweringModel, AnswerPiece, AskedPrompt, GeneratedAnswer
 
@@ -224,7 +224,7 @@ class AnswerView:
         self._end_text()
 
     def _add_to_column(self, piece: AnswerPiece) -> None:
-        from fsdp_tune.cli.bars import LiveColumns
+        from fsdp_tune.cli.progress import LiveColumns
 
         if self._columns is None:
             self._screen.end_phase()

@@ -46,7 +46,7 @@ def status(
     """
     answer = _read_status(screen, run)
     if watch and answer.is_active:
-        from fsdp_tune.cli.bars import LiveLines
+        from fsdp_tune.cli.progress import LiveLines
         from fsdp_tune.launch.run_status import RunStatus
 
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_tune.cli.bars import ScreenBar
+from fsdp_tune.cli.progress import ScreenBar
 from fsdp_tune.cli.terminal import TREND, Terminal, trend
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked

@@ -29,7 +29,7 @@ from fsdp_tune.core.units import MIB
 from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
-    from fsdp_tune.cli.bars import LiveBar
+    from fsdp_tune.cli.progress import LiveBar
     from fsdp_tune.cli.train_view import StepView
     from fsdp_tune.jobs.observer import TrainingInputs, TrainResult
     from fsdp_tune.jobs.options import Allowed
@@ -212,7 +212,7 @@ class Screen(Terminal, Observer):
         if not self.is_live:
             return
         if self._phase is None:
-            from fsdp_tune.cli.bars import LiveBar
+            from fsdp_tune.cli.progress import LiveBar
 
             self._phase = LiveBar(self, name, None, "")
             self._phase.__enter__()
@@ -231,7 +231,7 @@ class Screen(Terminal, Observer):
     @contextmanager
     def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
         """Open a bar on a terminal; elsewhere print a line every ten seconds. `total` None: unknown. Bytes are shown as MiB and GB/s."""
-        from fsdp_tune.cli.bars import ByteBar, LiveBar, PlainBar
+        from fsdp_tune.cli.progress import ByteBar, LiveBar, PlainBar
 
         self.end_phase()
         kind = LiveBar if self.is_live else PlainBar
@@ -265,7 +265,7 @@ class Screen(Terminal, Observer):
     @contextmanager
     def training(self) -> Iterator[None]:
         """Keep a bar below the lines of the steps while ranks run."""
-        from fsdp_tune.cli.bars import LiveBar, SilentBar
+        from fsdp_tune.cli.progress import LiveBar, SilentBar
         from fsdp_tune.cli.train_view import StepView
 
         self.end_phase()

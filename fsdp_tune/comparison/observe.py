@@ -70,7 +70,7 @@ from fsdp_tune.model.step import (
     total_norm,
 )
 from fsdp_tune.recipe.schedule import schedule_of
-from fsdp_tune.recipe.schema.kinds import needs_cuda
+from fsdp_tune.recipe.schema.attention_kernels import needs_cuda
 from fsdp_tune.recipe.schema.recipe import EvalRows, Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import run_of

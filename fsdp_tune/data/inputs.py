@@ -19,8 +19,9 @@ from fsdp_tune.data.read.shapes import delimiter_hint, shape_hint
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
-from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE, ROW_FORMATS
+from fsdp_tune.recipe.schema.kinds import NO_TEMPLATE
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 from fsdp_tune.recipe.schema.sections import DataSource
 
 TRAIN = "train"

@@ -12,7 +12,7 @@ from fsdp_tune.data.skipped_rows import NamedRow, SkippedRow
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.launch.command.resume import Change, Start, check, check_data
 from fsdp_tune.planner.predict.memory import total_steps
-from fsdp_tune.recipe.schema.kinds import OnResume
+from fsdp_tune.recipe.schema.effects import OnResume
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
-from fsdp_tune.cluster.submit.cluster_job import ArrayTask, ClusterJob, Lead, estimated_lead, measured_lead
+from fsdp_tune.cluster.submit.cluster_job import ArrayTask, ClusterJob, Lead, cores_of_machine, estimated_lead, measured_lead
 from fsdp_tune.cluster.submit.slurm import parse_time, render, user_block
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import JsonAnswer
@@ -31,7 +31,6 @@ from fsdp_tune.recipe.read.catalogue import catalogue_directory
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.references import output_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.job_files import ENDED_BY_SLURM, JobFiles, read_attempts
 from fsdp_tune.run.metrics_file import json_objects, read_metrics
@@ -127,7 +126,7 @@ class Submission:
             machines=recipe.launch.num_machines,
             gpus_per_machine=0 if on_cpus else recipe.local_world_size,
             lead=lead,
-            cpus_per_machine=self.options.cpus_per_node or _cores(recipe),
+            cpus_per_machine=self.options.cpus_per_node or cores_of_machine(recipe),
             time_limit=limit,
             chooses_port=recipe.launch.num_machines > 1 and recipe.launch.main_process_port == "auto",
             tasks=tuple(ArrayTask(each.run.path, tuple(_set(_own_settings(each, self.loaded)))) for each in open_),
@@ -237,12 +236,6 @@ class Submission:
 
 
 _MEMORY = re.compile(r"^#SBATCH\s+--(mem|exclusive)", re.MULTILINE)
-
-
-def _cores(recipe: Recipe) -> int:
-    """Return the cores of a node: one for each rank and each of its loaders. Slurm's default is one for all of them."""
-    loaders = int(training_value(recipe.training, "dataloader_num_workers") or 0)
-    return recipe.local_world_size * (1 + loaders)
 
 
 def submission(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fsdp_tune.recipe.schema.keys import Finding
-from fsdp_tune.recipe.schema.kinds import ShardingStrategy
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.strategies import ShardingStrategy
 from fsdp_tune.recipe.world import WORLD_RULES, World, mesh_sizes
 
 MIN_MACHINES = "launch.min_machines"

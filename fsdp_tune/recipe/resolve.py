@@ -28,8 +28,8 @@ from fsdp_tune.recipe.rules.limits import (
 )
 from fsdp_tune.recipe.rules.trackers import missing
 from fsdp_tune.recipe.rules.training import is_better_when_smaller
+from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER
 from fsdp_tune.recipe.schema.keys import Finding, as_notice, as_problem, given
-from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import (

@@ -20,7 +20,7 @@ from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.small_config import scale_down_config
 from fsdp_tune.core.topology import DATA_KEYS
-from fsdp_tune.recipe.schema.kinds import needs_cuda
+from fsdp_tune.recipe.schema.attention_kernels import needs_cuda
 from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.world import readers
 from fsdp_tune.rehearsal.lifecycle_checks import run_torch_script

@@ -12,8 +12,8 @@ from fsdp_tune.data.format.formats import Chat, FormatSettings, Text, matching_f
 from fsdp_tune.data.prompts import Prompt, PromptFormat, prompt_of_row, question
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import DataReport, InputAccount, KeyAccount
-from fsdp_tune.recipe.schema.kinds import ROW_FORMATS, DataFormat
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS, DataFormat
 from tests.data.support import CHATML, ByteEncoder
 
 USER = {"role": "user", "content": "hi"}

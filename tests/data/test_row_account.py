@@ -22,7 +22,7 @@ from fsdp_tune.data.format.row_marks import MARKS, TOKEN_MASKS
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import KeyAccount
-from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
+from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}

@@ -11,7 +11,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.formats import FormatSettings, Ids
 from fsdp_tune.data.format.row_marks import FLAGS, MARKS, NUMBERS, TOKEN_MASKS
 from fsdp_tune.data.read.row_files import RowError
-from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
+from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, rows_of, write_jsonl
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}

@@ -236,8 +236,18 @@ PLANTS: tuple[Plant, ...] = (
         by=("launch/test_attempts.py::killed_rank_restarts_the_run_with_a_message_and_a_metrics_event",),
     ),
     plant("deterministic failure restarted", "launch.supervise.attempts:decide_restart", never("failure.step"), rows="F101"),
-    plant("stopped rank not reported as late", "launch.supervise.hang:late_ranks", statement("return held", "return []"), rows="F037 F044"),
-    plant("collective sequence numbers ignored", "launch.supervise.hang:late_ranks", statement("return late", "return []"), rows="F046"),
+    plant(
+        "stopped rank not reported as late",
+        "launch.supervise.hang_diagnosis:late_ranks",
+        statement("return held", "return []"),
+        rows="F037 F044",
+    ),
+    plant(
+        "collective sequence numbers ignored",
+        "launch.supervise.hang_diagnosis:late_ranks",
+        statement("return late", "return []"),
+        rows="F046",
+    ),
     plant(
         "bytes moved not counted as progress",
         "worker.observe.heartbeat:HeartbeatWriter._count_moved_bytes",

@@ -16,7 +16,7 @@ import torch
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.step import micro_batch_loss
-from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
+from fsdp_tune.recipe.schema.attention_kernels import TORCH_VARLEN
 from fsdp_tune.worker.rows.batches import Collator
 from tests.gpu.conftest import DEVICE, ON_CPU, Train, loss_lines, readback
 from tests.gpu.models import LLAMA

@@ -12,8 +12,8 @@ import torch
 from fsdp_tune.comparison.environments import ObservingChild
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.jobs.served import CompareAnswer
+from fsdp_tune.recipe.schema.effects import DATA, NUMBERS, RESULT
 from fsdp_tune.recipe.schema.keys import all_keys, effect_of
-from fsdp_tune.recipe.schema.kinds import DATA, NUMBERS, RESULT
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS
 from tests.jobs.pairs import compare_recipes, write_sides
 from tests.jobs.sides import in_process

@@ -21,7 +21,7 @@ from fsdp_tune.core.clocks import Gap
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.supervise import hang
+from fsdp_tune.launch.supervise import hang_diagnosis
 from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Position, Supervisor
@@ -359,7 +359,7 @@ def test_stopped_launcher_is_named_as_cause(plan_of: PlanOf) -> None:
 
 def test_stack_request_does_not_kill_rank_without_handler(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGUSR2 ends a process without a handler; a rank that is stuck before it has one is named all the same."""
-    monkeypatch.setattr(hang, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 0.5)
     plan = plan_of({"0": [["log", {"event": "x"}], ["sleep", 60]]})
     _, problem = failure(plan, lambda supervisor: setattr(supervisor, "_hang_seconds", HANG_SECONDS))
     assert problem.code == "hang"

@@ -19,7 +19,7 @@ from fsdp_tune.model.loading.construct import build_full, model_config
 from fsdp_tune.model.sequence_parallel import rows_known
 from fsdp_tune.model.shard.process_groups import join_groups
 from fsdp_tune.model.step import micro_batch_loss, model_inputs
-from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
+from fsdp_tune.recipe.schema.attention_kernels import TORCH_VARLEN
 from fsdp_tune.worker.rows.batches import Collator
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

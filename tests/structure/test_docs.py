@@ -29,8 +29,8 @@ from fsdp_tune.cli.app import app
 from fsdp_tune.data.format.formats import FormatSettings, matching_formats
 from fsdp_tune.recipe.read.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import load_recipe
-from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 from fsdp_tune.run.directory import RunDir
 from tests.structure.sources import ROOT, source
 

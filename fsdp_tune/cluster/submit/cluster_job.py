@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.events import CheckpointSaved, number, read_event
 from fsdp_tune.run.job_files import JobFiles
 
@@ -69,6 +71,12 @@ class ClusterJob:
     @property
     def files(self) -> JobFiles:
         return JobFiles(self.output_dir)
+
+
+def cores_of_machine(recipe: Recipe) -> int:
+    """Return the cores of each machine: one for each rank and each of its loaders. Slurm's default is one for all of them."""
+    loaders = int(training_value(recipe.training, "dataloader_num_workers") or 0)
+    return recipe.local_world_size * (1 + loaders)
 
 
 def measured_lead(lines: Sequence[Mapping[str, object]]) -> Lead | None:

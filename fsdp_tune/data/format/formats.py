@@ -24,7 +24,7 @@ from fsdp_tune.data.format.row_marks import MARKS, MEANING, TOKEN_MASKS, read_to
 from fsdp_tune.data.format.row_notes import Note
 from fsdp_tune.data.read.row_files import ColumnError, RowError, kind_of, parse_text
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
+from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 
 
 def read_tools(row: dict[str, object]) -> list[object] | None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from fsdp_tune.data.read.row_files import RowError
 from fsdp_tune.data.report import KeyAccount
-from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
+from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 
 # ---- The account of a row: each of its keys is read, is metadata, is ignored by the recipe, or the row is refused.
 #

@@ -17,8 +17,8 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, W
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.ownership import is_rank_of
 from fsdp_tune.recipe.references import missing_start_inputs
+from fsdp_tune.recipe.schema.effects import OnResume
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
-from fsdp_tune.recipe.schema.kinds import OnResume
 from fsdp_tune.recipe.schema.recipe import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, training_value
 from fsdp_tune.run.directory import (

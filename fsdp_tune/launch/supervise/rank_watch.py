@@ -16,7 +16,7 @@ import psutil
 
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.ownership import is_alive
-from fsdp_tune.launch.supervise.hang import STATES, collect_rank_states
+from fsdp_tune.launch.supervise.hang_diagnosis import STATES, collect_rank_states
 from fsdp_tune.launch.supervise.judge import GOOD_CODES, KILL_WAIT_SECONDS, Death
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import disk_refusal

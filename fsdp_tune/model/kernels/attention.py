@@ -17,7 +17,7 @@ from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.internals.transformers_internals import OWN_FLASH_KERNELS, SUPPORTS_FLASH, SUPPORTS_SDPA, attention_of
 from fsdp_tune.model.kernels.varlen import against_torch_varlen
 from fsdp_tune.model.model_files import WRITTEN, KernelChoice
-from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER, TORCH_VARLEN, is_flash_kernel
+from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER, TORCH_VARLEN, is_flash_kernel
 from fsdp_tune.recipe.schema.recipe import Recipe
 
 _KEY = "model.attn_implementation"

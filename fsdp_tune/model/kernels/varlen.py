@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from fsdp_tune.core.families import has_attention_dropout, has_attention_soft_cap
 from fsdp_tune.model.internals.transformers_internals import ATTENTION, SUPPORTS_INTERFACE, SUPPORTS_SDPA, attention_of
-from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
+from fsdp_tune.recipe.schema.attention_kernels import TORCH_VARLEN
 
 _AMPERE = (8, 0)
 _OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)

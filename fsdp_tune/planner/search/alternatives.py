@@ -22,9 +22,9 @@ from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
 from fsdp_tune.recipe.rules.contradictions import INPUTS, RULES
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
 from fsdp_tune.recipe.schema.keys import refused, value_of
-from fsdp_tune.recipe.schema.kinds import STRATEGIES, ShardingStrategy
 from fsdp_tune.recipe.schema.optimizers import state_bytes
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
 
 Changes = dict[str, Any]
 

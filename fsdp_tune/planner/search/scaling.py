@@ -15,8 +15,8 @@ from fsdp_tune.planner.predict.predict import ScalingRow, plan
 from fsdp_tune.planner.search.alternatives import batch_changes, changed
 from fsdp_tune.planner.search.candidates import Search, ranks_of_machine
 from fsdp_tune.planner.trace_format import Trace
-from fsdp_tune.recipe.schema.kinds import STRATEGIES
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.strategies import STRATEGIES
 from fsdp_tune.recipe.world import WORLD_RULES, World, data_ranks, mesh_sizes
 
 _EXPERTS = "fsdp.ep_size"

@@ -50,7 +50,7 @@ from fsdp_tune.planner.trace.cuda_kernels import CudaAttention, Rows, packed_row
 from fsdp_tune.planner.trace.fake_gpu import STREAMS, attention_windows, nothing, on_fake_device, replaced, values_of_host
 from fsdp_tune.planner.trace.recorder import PHASE, Place, Recorder
 from fsdp_tune.planner.trace_format import GROUPS
-from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN
+from fsdp_tune.recipe.schema.attention_kernels import TORCH_VARLEN
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 

@@ -13,10 +13,11 @@ from fsdp_tune.core.units import ScalarError, enumerated, parse_plain, printable
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.read.yaml_source import UNSPACED, ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
 from fsdp_tune.recipe.schema.keys import choices, closest, element_words, field_at, field_words, sections_in, unknown_key_hint
-from fsdp_tune.recipe.schema.kinds import STRATEGIES, Text
+from fsdp_tune.recipe.schema.kinds import Text
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Training
 from fsdp_tune.recipe.schema.sections import EVAL_TAGS
+from fsdp_tune.recipe.schema.strategies import STRATEGIES
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, installed_transformers, mismatch, owner_of, version_gap
 
 

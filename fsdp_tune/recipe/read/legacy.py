@@ -14,7 +14,7 @@ from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.key_paths import NamePath, dotted
 from fsdp_tune.recipe.read.yaml_source import ListNode, MappingEntry, MappingNode, Node, ScalarNode, Value, entries_of, plain_value
-from fsdp_tune.recipe.schema.kinds import STRATEGIES
+from fsdp_tune.recipe.schema.strategies import STRATEGIES
 
 Change = Callable[[Value], Value]
 

@@ -18,10 +18,11 @@ from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, EXPERTS_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
 from fsdp_tune.recipe.rules.rates import RATE_RULES
 from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, TRAINING_RULES, rounds_stochastically
+from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER, TORCH_VARLEN, needs_cuda
 from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given
-from fsdp_tune.recipe.schema.kinds import SDPA_OR_EAGER, STRATEGIES, TORCH_VARLEN, needs_cuda
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
+from fsdp_tune.recipe.schema.strategies import STRATEGIES
 
 INPUTS = frozenset({"no-tokenizer", "no-data"})
 """Codes of findings about inputs that a run needs and a plan does not."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fsdp_tune.core.topology import DATA_KEYS
 from fsdp_tune.recipe.schema.keys import Finding, given
-from fsdp_tune.recipe.schema.kinds import ROW_FORMATS
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.row_formats import ROW_FORMATS
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 

@@ -5,17 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
-from fsdp_tune.recipe.schema.kinds import (
-    FREE,
-    NOTHING,
-    RESULT,
-    Duration,
-    Effect,
-    RegularExpression,
-    Section,
-    Text,
-    Whole,
-)
+from fsdp_tune.recipe.schema.effects import FREE, NOTHING, RESULT, Effect
+from fsdp_tune.recipe.schema.kinds import Duration, RegularExpression, Section, Text, Whole
 from fsdp_tune.recipe.schema.sections import DataSource
 
 SCORES_OF = {"exact_match": ("exact_match",), "perplexity": ("perplexity", "loss")}

@@ -20,7 +20,8 @@ from pydantic.fields import FieldInfo
 from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.core.units import enumerated, printable
 from fsdp_tune.recipe.key_paths import dotted
-from fsdp_tune.recipe.schema.kinds import UNDECLARED, Description, Effect, Section
+from fsdp_tune.recipe.schema.effects import UNDECLARED, Effect
+from fsdp_tune.recipe.schema.kinds import Description, Section
 from fsdp_tune.recipe.schema.near_names import agree
 from fsdp_tune.recipe.schema.recipe import Recipe, Training
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of, training_value

@@ -14,22 +14,11 @@ from typing import Annotated, Literal, cast
 from pydantic import ConfigDict
 
 from fsdp_tune.core.topology import DIMENSIONS, Topology
+from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.evaluation import CheckpointEvaluation
 from fsdp_tune.recipe.schema.kinds import (
-    DATA,
-    FREE,
-    MEMORY,
-    NOTHING,
-    NUMBERS,
-    REFUSED,
-    RESULT,
-    STRATEGIES,
-    TIME,
-    TRAJECTORY,
     Auto,
-    DataFormat,
     Device,
-    Effect,
     Fraction,
     FsdpVersion,
     LossOn,
@@ -39,11 +28,11 @@ from fsdp_tune.recipe.schema.kinds import (
     RegularExpression,
     RunName,
     Section,
-    ShardingStrategy,
     Text,
     Whole,
     WholeOrZero,
 )
+from fsdp_tune.recipe.schema.row_formats import DataFormat
 from fsdp_tune.recipe.schema.sections import (
     CheckpointSection,
     Data,
@@ -60,6 +49,7 @@ from fsdp_tune.recipe.schema.sections import (
     Quantization,
     Tokens,
 )
+from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
 
 __all__ = [
     "CheckpointSection",

@@ -7,24 +7,14 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
+from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.kinds import (
-    DATA,
-    FREE,
-    MEMORY,
-    NOTHING,
-    NUMBERS,
-    REFUSED,
-    RESULT,
-    TIME,
-    TRAJECTORY,
     AboveOne,
     Auto,
     ChatRole,
-    DataFormat,
     Description,
     Device,
     Duration,
-    Effect,
     Fraction,
     LossOn,
     Port,
@@ -36,6 +26,7 @@ from fsdp_tune.recipe.schema.kinds import (
     Whole,
     WholeOrZero,
 )
+from fsdp_tune.recipe.schema.row_formats import DataFormat
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_tune.core.devices import installed_versions
 from fsdp_tune.core.units import enumerated
-from fsdp_tune.recipe.schema.kinds import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.effects import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, RESULT, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.recipe import Training
 
 

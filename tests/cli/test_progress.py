@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.cli import bars
+from fsdp_tune.cli import progress
 from fsdp_tune.cli.verbs import Screen, command
 from tests.cli.forked import command as started
 from tests.cli.forked import frames_on_a_terminal, shown_on_a_terminal, written_to_a_terminal
@@ -69,7 +69,7 @@ def test_piped_output_has_lines_only_for_long_work(capsys: pytest.CaptureFixture
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(bars, "PLAIN_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_INTERVAL_SECONDS", 0.0)
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
     assert capsys.readouterr().out.startswith("tokenising: 50 of 100 rows (50 %)")
@@ -245,7 +245,7 @@ def test_first_step_counts_from_the_start_of_the_command_and_later_ones_from_the
 
 
 def test_time_left_of_resumed_run_uses_steps_since_its_start() -> None:
-    with bars.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
+    with progress.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
         bar.start(90, 100)
         assert bar.seconds_left() is None
         bar._started -= 5.0
@@ -255,8 +255,8 @@ def test_time_left_of_resumed_run_uses_steps_since_its_start() -> None:
 
 def test_lines_of_long_work_in_a_pipe_are_few(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    monkeypatch.setattr(bars.time, "monotonic", lambda: now)
-    with bars.PlainBar(Screen(json_output=False), "trying recipes", None, "recipes") as bar:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.PlainBar(Screen(json_output=False), "trying recipes", None, "recipes") as bar:
         for _ in range(3600):
             now += 1.0
             bar.advance()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.supervise.hang import hang_problem, late_ranks, report_text
+from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, late_ranks, report_text
 from fsdp_tune.launch.supervise.stack_dumps import find_location, main_thread, parse, waits_in
 from fsdp_tune.run.rank_files import Collective, RankState
 

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from fsdp_tune.recipe import fsdp_arguments as fsdp
-from fsdp_tune.recipe.schema.kinds import STRATEGIES, ShardingStrategy
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
 
 
 def test_each_name_that_a_recipe_takes_has_its_row() -> None:
@@ -39,7 +39,7 @@ def test_readback_does_not_import_the_strategy_table() -> None:
     """Made from it, the expectation would follow a wrong row, and the run with it."""
     tree = ast.parse(inspect.getsource(fsdp))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert "fsdp_tune.recipe.schema.kinds" not in imported
+    assert "fsdp_tune.recipe.schema.strategies" not in imported
     expected = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "expected")
     settings = {"is_sharded", "is_hybrid", "reshards_after_forward"}  # what `plugin_kwargs` is made from
     assert settings.isdisjoint(node.attr for node in ast.walk(expected) if isinstance(node, ast.Attribute))
