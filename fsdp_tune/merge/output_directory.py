@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -63,7 +63,15 @@ _CANNOT_WRITE = {
 
 
 def check_output(output: Path, selection: Selection, base: Path | None = None) -> Path:
-    """Return the absolute output path. Raises: usage error if it contains an input (`base` included) or is inside one."""
+    """Return the absolute output path.
+
+    Raises: usage error if it contains an input (`base` included) or the run, or is inside an input or a checkpoint.
+    """
+
+    def refuse(does: str, folder: Path) -> NoReturn:
+        message = f"the output would {does} `{folder}`, which is read"
+        raise usage_error("merge-output-is-input", message, where=Where(str(output)), hint="give another `--output`")
+
     target = output.parent.resolve() / output.name
     if output.name in ("", ".", ".."):
         target = output.resolve()
@@ -76,21 +84,11 @@ def check_output(output: Path, selection: Selection, base: Path | None = None) -
     else:
         protected = []
     for folder in (*inputs, *protected):
-        if target.resolve() == folder or folder.is_relative_to(target) or folder.is_relative_to(target.resolve()):
-            raise usage_error(
-                "merge-output-is-input",
-                f"the output would replace `{folder}`, which is read",
-                where=Where(str(output)),
-                hint="give another `--output`",
-            )
+        if folder.is_relative_to(target) or folder.is_relative_to(target.resolve()):
+            refuse("replace", folder)
     for folder in inputs:
         if target.is_relative_to(folder) or target.resolve().is_relative_to(folder):
-            raise usage_error(
-                "merge-output-is-input",
-                f"the output would lie inside `{folder}`, which is read",
-                where=Where(str(output)),
-                hint="give another `--output`",
-            )
+            refuse("lie inside", folder)
     if (checkpoint := enclosing_checkpoint(target)) is not None:
         raise usage_error(
             "output-in-checkpoint",
@@ -306,7 +304,7 @@ def write_record(stage: Path, output_name: str, facts: Facts) -> None:
         ("Checkpoint", ", ".join(weights.checkpoint.name for weights in facts.selection.weights)),
         ("Step", ", ".join(map(str, facts.steps)) or "unknown"),
         ("Parameters", f"{facts.layout.total_parameters:,}"),
-        ("dtype", facts.layout.main_dtype.name),
+        (DTYPE_ROW, facts.layout.main_dtype.name),
         *([("Tensors of the base", shown)] if (shown := facts.base_tensors.describe()) else []),
     ]
     if facts.settings.recipe is not None and (section := facts.settings.recipe.quantised_training) is not None:
@@ -368,8 +366,11 @@ def _record(facts: Facts) -> dict[str, object]:
 
 
 CARD_NAME = "README.md"
+DTYPE_ROW = "dtype"
 QUANTISED_ROW = "Quantisation emulated in training"
 """Label of the card's row for a run with `quantization.train`."""
+MERGED_WITH = "Merged with fsdp-tune"
+"""Beginning of the card's sentence about the merge; the version follows."""
 
 
 def model_card(
@@ -408,7 +409,7 @@ def model_card(
         "",
     ]
     lines += ["| | |", "|---|---|", *(f"| {label} | {card_cell(value)} |" for label, value in rows), ""]
-    lines += [f"Merged with fsdp-tune {__version__}; `merge.json` lists every tensor with its digest.", ""]
+    lines += [f"{MERGED_WITH} {__version__}; `merge.json` lists every tensor with its digest.", ""]
     if recipe is not None:
         lines += ["## Recipe", "", "```yaml", _published(recipe).replace("```", "'''").rstrip(), "```", ""]
     return "\n".join(lines)

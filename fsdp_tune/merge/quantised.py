@@ -24,7 +24,7 @@ from fsdp_tune.core.processes import JsonChild
 from fsdp_tune.core.version import __version__
 from fsdp_tune.merge.load_check import CHILD_ENVIRONMENT
 from fsdp_tune.merge.merge_options import QuantisedAnswer
-from fsdp_tune.merge.output_directory import CARD_NAME, QUANTISED_ROW, RECORD_NAME, writing_to
+from fsdp_tune.merge.output_directory import CARD_NAME, DTYPE_ROW, MERGED_WITH, QUANTISED_ROW, RECORD_NAME, writing_to
 from fsdp_tune.merge.publish import without_results
 from fsdp_tune.merge.source import INDEX_NAME
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -164,18 +164,22 @@ def _failed(why: str, hint: str = "the merged model is complete; `merge-checkpoi
 
 
 def _card(merged: str, recipe: Recipe, found: dict[str, Any]) -> str:
-    """Return the card of the merged model with what was quantised in place of how it was merged, without results of other weights."""
+    """Return the card of the merged model with what was quantised in place of how it was merged, without results of other weights.
+
+    A card that was rewritten by hand may lack the sentence about the merge; that about the quantisation is its last one then.
+    """
     section = recipe.quantised_training
     assert section is not None
     what = f"{section.train}, in groups of {section.group_size}: {found['layers']} linear layers"
     left = ", ".join(f"`{name}`" for name in found["left"])
-    words = f"Quantised by torchao {found['torchao']} and fsdp-tune {__version__} to {what}. In {recipe.compute_dtype}: {left}."
+    words = f"Quantised by torchao {found['torchao']} and fsdp-tune {__version__} to {what}."
+    words += f" In {recipe.compute_dtype}: {left}." if left else ""
     replaced = {
-        "Merged with fsdp-tune": words,
+        MERGED_WITH: words,
         f"| {QUANTISED_ROW} |": f"| {QUANTISED_ROW} | {section.train} |",
-        "| dtype |": f"| dtype | int4, and {recipe.compute_dtype} where it is not quantised |",
+        f"| {DTYPE_ROW} |": f"| {DTYPE_ROW} | int4, and {recipe.compute_dtype} where it is not quantised |",
     }
     lines = [
         next((new for start, new in replaced.items() if line.startswith(start)), line) for line in without_results(merged).splitlines()
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines if words in lines else [*lines, "", words]) + "\n"

@@ -11,6 +11,7 @@ import torch
 
 from fsdp_tune.answer.examples import ModelToEvaluate, run_of_model
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.version import __version__
 from fsdp_tune.jobs.results import is_merged, merge_checkpoint
 from fsdp_tune.merge import quantised
 from fsdp_tune.merge.merge_options import MergeOptions
@@ -69,12 +70,13 @@ class Conversion:
 
     fails = False
     difference = 0.0
+    left: tuple[str, ...] = ("lm_head",)
 
     def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.fails:
             raise quantised._failed("no memory")
         (Path(request["output"]) / "model.safetensors").write_bytes(b"codes")
-        return {"layers": 2, "left": ["lm_head"], "difference": self.difference, "size_bytes": 5, "torchao": "0.18.0"}
+        return {"layers": 2, "left": list(self.left), "difference": self.difference, "size_bytes": 5, "torchao": "0.18.0"}
 
 
 @pytest.fixture
@@ -130,6 +132,28 @@ def test_card_has_no_results_of_other_weights(run: RunDir) -> None:
     found = (run.merged_quantised / "README.md").read_text()
     assert "0.987" not in found
     assert "## Recipe" in found
+
+
+def test_card_says_what_was_quantised_and_names_nothing_where_nothing_was_left(run: RunDir, conversion: Conversion) -> None:
+    conversion.left = ()
+    merge_checkpoint(run.path, MergeOptions())
+    lines = (run.merged_quantised / "README.md").read_text().splitlines()
+    sentence = f"Quantised by torchao 0.18.0 and fsdp-tune {__version__} to int4, in groups of 16: 2 linear layers."
+    assert [line for line in lines if "torchao" in line or line.startswith(("Merged", "| dtype", "| Quantisation"))] == [
+        "| dtype | int4, and bf16 where it is not quantised |",
+        "| Quantisation emulated in training | int4 |",
+        sentence,
+    ]
+
+
+def test_card_that_was_rewritten_by_hand_says_what_was_quantised(run: RunDir) -> None:
+    merge_checkpoint(run.path, MergeOptions(quantise=False))
+    (run.merged / "README.md").write_text("# Our model\n")
+    merge_checkpoint(run.path, MergeOptions(quantise=True))
+    lines = (run.merged_quantised / "README.md").read_text().splitlines()
+    assert lines[:2] == ["# Our model", ""]
+    assert lines[2].startswith("Quantised by torchao 0.18.0 ")
+    assert lines[2].endswith(" In bf16: `lm_head`.")
 
 
 def test_failed_conversion_is_repeated_without_a_new_merge(run: RunDir, conversion: Conversion) -> None:
