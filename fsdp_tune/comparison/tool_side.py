@@ -119,7 +119,7 @@ class _ToolRows:
         lines = [json.loads(line) for line in Path(request.rows).read_text(encoding="utf-8").splitlines()]
         self.keys: list[str] = [line["key"] for line in lines]
         self.raw: list[dict[str, Any]] = [line["values"] for line in lines]
-        self.request.sources = [line.get("source", 0) for line in lines]
+        self.sources: list[int] = [line.get("source", 0) for line in lines]
         self.names: dict[str, str] = {line["key"]: line["name"] for line in lines}
         self.tokens: dict[str, list[int]] = {}
 
@@ -174,7 +174,7 @@ class _ToolSide(_ToolRows):
         self.torch: Any = importlib.import_module("torch")
         self.data: list[Facts] = []
         folder = tempfile.mkdtemp(dir=Path(request.rows).parent)
-        self.tool: ToolTrainers = TRAINERS[request.tool](request, self.raw, folder, self.leave_out)
+        self.tool: ToolTrainers = TRAINERS[request.tool](request, self.raw, self.sources, folder, self.leave_out)
         self.trainer: Any = None
         self.losses: list[float] = []
         self.sequences = 0  # of a step, on all ranks

@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,8 +65,6 @@ class ToolRequest:
     logit_columns: int
     exact_steps: int
     """Steps whose learning rates are shown."""
-    sources: list[int] = field(default_factory=list[int])
-    """Of each row; `_ToolRows` reads them from the file."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,14 @@ def _columns(row: Mapping[str, Any]) -> Facts:
 
 
 class TrlTrainers:
-    def __init__(self, request: ToolRequest, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        request: ToolRequest,
+        raw: list[Facts],
+        sources: list[int],  # noqa: ARG002  it has one data set
+        folder: str,
+        leave_out: Callable[[str], None],
+    ) -> None:
         self.trl: Any = importlib.import_module("trl")
         self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
         self.ignored: list[str] = []
@@ -198,8 +203,8 @@ OF_A_FILE = ("path", "ds_type", "data_files", "name", "split", "revision", "shar
 
 
 class AxolotlTrainers:
-    def __init__(self, request: ToolRequest, raw: list[Facts], folder: str, leave_out: Callable[[str], None]) -> None:
-        self.request, self.raw, self.folder, self.leave_out = request, raw, folder, leave_out
+    def __init__(self, request: ToolRequest, raw: list[Facts], sources: list[int], folder: str, leave_out: Callable[[str], None]) -> None:
+        self.request, self.raw, self.sources, self.folder, self.leave_out = request, raw, sources, folder, leave_out
         self.ignored: list[str] = []
         tempfile.tempdir = folder  # axolotl keeps a copy of each configuration
         os.environ.update(AXOLOTL_DO_NOT_TRACK="1", DO_NOT_TRACK="1", ACCELERATE_USE_CPU="true", HF_DATASETS_CACHE=f"{folder}/datasets")
@@ -262,7 +267,7 @@ class AxolotlTrainers:
     def _written(self) -> list[str]:
         """Write the rows of each entry of `datasets` to a file."""
         rows: dict[int, list[Facts]] = {}
-        for source, row in zip(self.request.sources, self.raw, strict=True):
+        for source, row in zip(self.sources, self.raw, strict=True):
             rows.setdefault(source, []).append(row)
         paths: list[str] = []
         for source in range(len(self.request.values.get("datasets") or [])):
@@ -352,4 +357,4 @@ def _apart(row: Facts) -> list[Facts]:
 
 
 TRAINERS: dict[str, Callable[..., ToolTrainers]] = {"TRL": TrlTrainers, "axolotl": AxolotlTrainers}
-"""By the name of the tool."""
+"""By the name of the tool. Called with the request, the rows and the source of each, a folder, and what lists what is left out."""

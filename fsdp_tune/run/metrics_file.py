@@ -6,7 +6,6 @@ events among its lines are those of `run/events.py`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -194,10 +193,7 @@ def metrics_with(path: Path, marker: bytes) -> list[dict[str, Any]]:
 
 
 class MetricsReader:
-    """Read metrics.jsonl again and again, each time only what was appended.
-
-    `read` returns the new lines, and whether they replace those of earlier calls: the file is another one, or was cut or rewritten.
-    """
+    """Read metrics.jsonl again and again, each time only what was appended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -206,21 +202,27 @@ class MetricsReader:
         self._end = b""
 
     def read(self) -> tuple[Iterator[dict[str, Any]], bool]:
-        """Return the objects of the new complete lines. Raises: usage error `run-unreadable`, OSError."""
+        """Return the objects of the new complete lines, and whether they replace those of earlier calls: the file is new, another
+        one or gone, or was cut or rewritten.
+
+        The lines are read as the iterator is consumed (a list of 100,000 would take 150 MB): consume it before the next call, which begins
+        after the last line that was taken. Raises: usage error `run-unreadable`, OSError; the iterator raises OSError.
+        """
         try:
             file = open_regular(self._path)
         except FileNotFoundError:
             was_read = self._offset > 0
             self._offset, self._end = 0, b""
             return iter(()), was_read
-        status = os.fstat(file.fileno())
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(file)
+        try:
+            status = os.fstat(file.fileno())
             refuse_larger(self._path, status.st_size, METRICS_BYTES)
             is_same = status.st_ino == self._inode and status.st_size >= self._offset and self._is_continued(file)
-            if not is_same:
-                self._inode, self._offset, self._end = int(status.st_ino), 0, b""
-            stack.pop_all()
+        except BaseException:
+            file.close()
+            raise
+        if not is_same:
+            self._inode, self._offset, self._end = int(status.st_ino), 0, b""
         return _objects(self._new_lines(file)), not is_same
 
     def _is_continued(self, file: IO[bytes]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import SupportsFloat
 
@@ -43,14 +43,14 @@ def evaluate_sets(
     sets: dict[str, RowStore],
     collator: Collator,
     device: torch.device,
-    metrics: Mapping[str, Metric] = {},
+    metrics: Mapping[str, Metric] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
     """Return `eval_loss`, `eval_perplexity` and the user's `eval_<metric>` over all sets, and `eval_<label>_…` of each of several sets.
 
-    `progress` gets the number of finished batches and that of all sets.
+    `progress` gets the number of finished batches and that of all sets. Raises: as `_quotients`, on every rank; what a metric raises.
     """
-    wrapped.eval()
+    metrics = metrics or {}
     batches = {label: _batches(recipe, store) for label, store in sets.items()}
     planned, finished = sum(map(len, batches.values())), count(1)
 
@@ -59,20 +59,33 @@ def evaluate_sets(
             progress(next(finished), planned)
 
     # A run that stops may omit an evaluation, and the resumed run must still draw the same masks: `outside_step` restores the generator.
-    with outside_step(wrapped, device):
-        sums = {label: _sums(recipe, wrapped, store, batches[label], collator, device, metrics, counted) for label, store in sets.items()}
-    wrapped.train()
+    wrapped.eval()
+    try:
+        with outside_step(wrapped, device):
+            sums = {
+                label: _sums(recipe, wrapped, store, batches[label], collator, device, metrics, counted) for label, store in sets.items()
+            }
+    finally:
+        wrapped.train()
     # Of several sources, only one may have held-out rows; its metrics have the names that the recipe may use.
-    labels = [] if len(recipe.data.eval_labels) == 1 else list(sums)
+    return _quotients(sums, [] if len(recipe.data.eval_labels) == 1 else list(sums), [*metrics, "loss"])
+
+
+def _quotients(sums: Mapping[str, Sequence[Sequence[float]]], labels: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Return each metric over all sets and of those in `labels`, and the perplexities. `sums` has [sum, count] of each name, by set.
+
+    Raises: FailedError for a set of which nothing was counted.
+    """
     found: dict[str, float] = {}
-    for index, name in enumerate((*metrics, "loss")):
+    for index, name in enumerate(names):
         pairs = {label: each[index] for label, each in sums.items()}
-        if empty := next((label for label, (_, count) in pairs.items() if count == 0), None):
-            if name == "loss":
-                raise failed_error("eval-without-targets", f"the eval set `{empty}` has no trained token, so it has no loss")
-            raise failed_error("extension-failed", f"the metric `{name}` counted nothing in the eval set `{empty}`")
+        for label, (_, counted) in pairs.items():
+            if counted == 0 and name == "loss":
+                raise failed_error("eval-without-targets", f"the eval set `{label}` has no trained token, so it has no loss")
+            if counted == 0:
+                raise failed_error("extension-failed", f"the metric `{name}` counted nothing in the eval set `{label}`")
         found |= {f"eval_{label}_{name}": pairs[label][0] / pairs[label][1] for label in labels}
-        found[f"eval_{name}"] = sum(total for total, _ in pairs.values()) / sum(count for _, count in pairs.values())
+        found[f"eval_{name}"] = sum(total for total, _ in pairs.values()) / sum(counted for _, counted in pairs.values())
     # A loss beyond 700 is that of no model, and its exponential is not a number of 64 bits.
     prefixes = ["eval", *(f"eval_{label}" for label in labels)]
     return {f"{prefix}_perplexity": math.exp(min(found[f"{prefix}_loss"], 700.0)) for prefix in prefixes} | found

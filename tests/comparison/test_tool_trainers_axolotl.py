@@ -133,10 +133,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 
 def trainers(tmp_path: Path, left_out: list[str] | None = None, **values: Any) -> tool_trainers.AxolotlTrainers:
     values = {**AXOLOTL, **values}
-    given: dict[str, Any] = {"values": values, "settings": {"val_set_size": 0}, "sources": [0, 1, 0], "model": "small", "tokenizer": "own"}
+    given: dict[str, Any] = {"values": values, "settings": {"val_set_size": 0}, "model": "small", "tokenizer": "own"}
     request = SimpleNamespace(**given, revision=None, trust_remote_code=False)
     rows = [{"a": 1}, {"b": 2}, {"a": 3}]
-    return tool_trainers.AxolotlTrainers(request, rows, str(tmp_path), (left_out if left_out is not None else []).append)
+    return tool_trainers.AxolotlTrainers(request, rows, [0, 1, 0], str(tmp_path), (left_out if left_out is not None else []).append)
 
 
 def test_axolotl_gets_the_rows_of_each_source_and_the_small_model(calls: list[Options], tmp_path: Path) -> None:
