@@ -307,26 +307,27 @@ def _at(found: _Differences, at: int) -> str:
 
 
 def scale_of(pairs: Sequence[tuple[ServedAnswer, ScoredTokens | None]]) -> float | None:
-    """Return the factor between the logits of server and model; None if no factor other than 1 explains how they differ.
+    """Return the factor of the server's logits over the model's; None if no factor other than 1 explains how they differ.
 
     Least squares over the most probable tokens of each position, whose log-probabilities are logits up to a constant of the position.
     """
-    ours, theirs = [], []
+    positions: list[npt.NDArray[np.float64]] = []  # [2, tokens] of each: model and server
     for answer, score in pairs:
         for token, own in zip(answer.tokens, score.top if score is not None else (), strict=False):
-            both = [(x, y.logprob) for x, y in zip(own, token.top, strict=False) if x is not None and math.isfinite(y.logprob)]
-            if len(both) > 1:
-                x, y = np.array(both, np.float64).T
-                ours.append(x - x.mean())
-                theirs.append(y - y.mean())
-    if not ours:
+            logprobs = [(each, other.logprob) for each, other in zip(own, token.top, strict=False) if each is not None]
+            finite = [both for both in logprobs if all(map(math.isfinite, both))]
+            if len(finite) > 1:
+                values = np.array(finite, np.float64).T
+                positions.append(values - values.mean(axis=1, keepdims=True))
+    if not positions:
         return None
-    x, y = np.concatenate(ours), np.concatenate(theirs)
-    before = min(float(((y - x) ** 2).sum()), float((y**2).sum()))  # a factor near 0 "explains" the differences of any two models
-    if not (float((x**2).sum()) > 0.0 and before > 0.0):
+    ours, theirs = np.concatenate(positions, axis=1)
+    # A factor near 0 "explains" the differences of any two models.
+    before = min(float(((theirs - ours) ** 2).sum()), float((theirs**2).sum()))
+    if not (float((ours**2).sum()) > 0.0 and before > 0.0):
         return None
-    scale = float((x * y).sum() / (x**2).sum())
-    explained = 1.0 - float(((y - scale * x) ** 2).sum()) / before
+    scale = float((ours * theirs).sum() / (ours**2).sum())
+    explained = 1.0 - float(((theirs - scale * ours) ** 2).sum()) / before
     return round(scale, 4) if abs(scale - 1.0) > LEAST_SCALE and explained > LEAST_EXPLAINED else None
 
 
