@@ -37,7 +37,7 @@ from programs import (
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.gpus import Hardware
 from fsdp_tune.core.units import GIB
-from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, NCCL_BYTES, Memory, fit, peak_memory, workspace_bytes
+from fsdp_tune.planner.predict.memory import CONTEXT_BYTES, NCCL_BYTES, Memory, cublas_workspace_bytes, fit, peak_memory
 from fsdp_tune.planner.trace_format import Segments, Trace
 from fsdp_tune.planner.tracing import trace_key
 from fsdp_tune.recipe.resolve import resolve
@@ -212,7 +212,7 @@ def predicted_gib(row: Row, trace: Trace) -> tuple[float, Memory]:
     """In the row's own metric. A card that fills up gives cached memory back, so the replay knows its size."""
     outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.topology.world_size > 1 else 0)
     capacity = row.hardware.usable_bytes - outside
-    memory = peak_memory(trace, segments=row.segments, capacity_bytes=capacity, workspace_bytes=workspace_bytes(row.hardware))
+    memory = peak_memory(trace, segments=row.segments, capacity_bytes=capacity, workspace_bytes=cublas_workspace_bytes(row.hardware))
     figures = {"peak_allocated": memory.peak_allocated_bytes, "peak_reserved": memory.peak_reserved_bytes}
     return figures.get(row.metric, memory.peak_reserved_bytes + outside) / GIB, memory
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fsdp_tune.cluster.mirror.writer import WRITERS
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, fsync_tree, needs_filling, publish, staged_directory, write_file
@@ -160,16 +160,7 @@ class RemoteRun:
             manifest = Manifest.from_json(raw)
         except ValueError as error:
             return str(error)
-        if manifest.kind != kind:
-            return f"its manifest is of {_shown(manifest.kind)}"
-        if outside := next((name for name in manifest.files if not is_inside(name)), None):
-            return f"its manifest names {_shown(outside)}, outside of the checkpoint"
-        folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in manifest.files) for end in range(1, len(parts))}
-        if strange := next((name for name in manifest.files if name in folders or not _is_file_name(name)), None):
-            return f"its manifest names {_shown(strange)}, which is not the name of a file"
-        if negative := next((name for name, entry in manifest.files.items() if entry.size_bytes < 0), None):
-            return f"its manifest has a negative size of {_shown(negative)}"
-        return manifest
+        return _fault(manifest, kind) or manifest
 
     def is_complete(self, folder: str, manifest: Manifest) -> bool:
         """Return whether a folder is complete with exactly these files."""
@@ -263,6 +254,20 @@ class RemoteRun:
                 if f"{name}/{PENDING_NAME}" in listing:
                     self.directory.remove(f"{name}/{PENDING_NAME}")
         return gone
+
+
+def _fault(manifest: Manifest, kind: str) -> str | None:
+    """Return why a manifest may not be used, if so."""
+    if manifest.kind != kind:
+        return f"its manifest is of {_shown(manifest.kind)}"
+    if outside := next((name for name in manifest.files if not is_inside(name)), None):
+        return f"its manifest names {_shown(outside)}, outside of the checkpoint"
+    folders = {str(folder) for name in manifest.files for folder in PurePosixPath(name).parents}
+    if strange := next((name for name in manifest.files if name in folders or not _is_file_name(name)), None):
+        return f"its manifest names {_shown(strange)}, which is not the name of a file"
+    if negative := next((name for name, entry in manifest.files.items() if entry.size_bytes < 0), None):
+        return f"its manifest has a negative size of {_shown(negative)}"
+    return None
 
 
 def _is_file_name(name: str) -> bool:

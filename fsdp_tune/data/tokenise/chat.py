@@ -82,7 +82,7 @@ def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bo
     """Render a conversation as text, with the borders of its trained answers.
 
     Raises: RowError if the template raises, runs too long, differs from call to call (`check_repeat`), is not
-    prefix-stable at a trained answer, or leaves out a part of one.
+    prefix-stable at a trained answer, or leaves out a part of one; usage error outside the main thread, as `template_time_limit`.
     """
     with template_time_limit():
         rendering = Rendering(chat, template, encoder)

@@ -370,7 +370,10 @@ def listening_socket(address: str, port: int) -> tuple[socket.socket, str | None
 
 
 def serve(listener: socket.socket, machines: int) -> KeyValueStore:
-    """Serve a store on a listening socket, and return a connection to it. Keys of other machines exist, so that reading never waits."""
+    """Serve a store on a listening socket, and return a connection to it. Keys of other machines exist, so that reading never waits.
+
+    The store takes the socket over: `listener` is of no use afterwards, also after an error. Raises: RuntimeError.
+    """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented, and not in `__all__`
 
     address, port, *_ = listener.getsockname()

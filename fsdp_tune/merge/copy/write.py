@@ -108,7 +108,9 @@ def write_tensors(
     `advance(n)` is called from several threads with the number of bytes that were written. `read_back`: read samples of the output
     and compare them.
     """
-    work = _Work(sources, stage, read_back, _create(layout, stage), advance)
+    is_direct = takes_direct_writes(stage / layout.files[0].name)
+    _create(layout, stage)
+    work = _Work(sources, stage, read_back, is_direct, advance)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="merge") as pool:
         try:
             futures = [pool.submit(_copy, work, placed) for file in layout.files for placed in file.tensors]
@@ -148,9 +150,8 @@ class _Contribution:
             self.delta.finish()
 
 
-def _create(layout: Layout, stage: Path) -> bool:
-    """Create the files at their full size, with their headers, and the index. Returns whether direct writes work here."""
-    is_direct = takes_direct_writes(stage / layout.files[0].name)
+def _create(layout: Layout, stage: Path) -> None:
+    """Create the files at their full size, with their headers, and the index."""
     for file in layout.files:
         with DISK.open(stage / file.name) as handle:
             allocate(handle, file.size_bytes)
@@ -158,7 +159,6 @@ def _create(layout: Layout, stage: Path) -> bool:
     if layout.index is not None:
         with DISK.open(stage / INDEX_NAME) as handle:
             DISK.write(handle, layout.index)
-    return is_direct
 
 
 def takes_direct_writes(path: Path) -> bool:

@@ -220,7 +220,8 @@ def _layers(
     magnitudes = {name.removesuffix(MAGNITUDE): tensors[key] for name, key in names.others.items() if name.endswith(MAGNITUDE)}
     if others := [key for name, key in names.others.items() if not name.endswith(MAGNITUDE)]:
         raise config.unsupported(f"the checkpoint holds `{others[0]}`")
-    return Layers(below if below is not None else own, own if below is not None else {}, factors, place, magnitudes=magnitudes)
+    base, replaced = (own, {}) if below is None else (below, own)
+    return Layers(base, replaced, factors, place, magnitudes=magnitudes)
 
 
 def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:

@@ -67,7 +67,7 @@ def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_byt
     """Replay `trace` at the model's full depth, with the experts of its `ep_size`.
 
     `capacity_bytes`: memory available to the allocator, that of the GPU without context and NCCL; None replays without a limit.
-    `workspace_bytes`: cuBLAS's workspace, allocated with the first matrix product (`fits.workspace_bytes` of the GPU).
+    `workspace_bytes`: cuBLAS's workspace, allocated with the first matrix product (`cublas_workspace_bytes` of the GPU).
     """
     trace = divided_memory(full_depth(trace))
     events = _with_workspace(trace, workspace_bytes)
@@ -309,31 +309,34 @@ class Fit:
         return self.memory.peak_reserved_bytes + self.outside_bytes
 
 
-def workspace_bytes(hardware: Hardware) -> int:
+def cublas_workspace_bytes(hardware: Hardware) -> int:
     return WORKSPACE_BYTES["hopper" if hardware.fp8_tflops is not None and (hardware.bf16_tflops or 0) > 700 else "other"]
 
 
 def fit(trace: Trace, hardware: Hardware, *, segments: Segments = "expandable") -> Fit:
     """Return whether a step fits a GPU: yes with `SPARE` to spare; no if reserved memory exceeds the GPU's by more than its error, or
     allocated memory by more than `TOO_HIGH`; tight between the two."""
-    return fit_into(trace, hardware.usable_bytes, segments=segments, workspace_bytes=workspace_bytes(hardware))
+    return fit_into(trace, hardware.usable_bytes, segments=segments, workspace_bytes=cublas_workspace_bytes(hardware))
 
 
-def fit_into(trace: Trace, usable: int, *, segments: Segments = "expandable", workspace_bytes: int = 0) -> Fit:
-    """Return `fit` for the usable memory of a process, in bytes, without other figures of the device."""
+def fit_into(trace: Trace, usable_bytes: int, *, segments: Segments = "expandable", workspace_bytes: int = 0) -> Fit:
+    """Return `fit` for the usable memory of a process, without other figures of the device.
+
+    `segments`: of torch's allocator (`PYTORCH_CUDA_ALLOC_CONF`); `workspace_bytes`: as in `peak_memory`.
+    """
     outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.topology.world_size > 1 else 0)
     memory = peak_memory(trace, segments=segments, workspace_bytes=workspace_bytes)
     reserved, allocated = memory.peak_reserved_bytes, memory.peak_allocated_bytes
     most = reserved * (1 + SPARE) + outside
     least = max(reserved / (1 + SPARE), allocated / (1 + TOO_HIGH)) + outside
-    if most <= usable:
-        answer, because = "yes", f"{_gib(most)} including {SPARE:.0%} to spare, of {_gib(usable)}"
-    elif least > usable:
-        answer, because = "no", f"at least {_gib(least)}, of {_gib(usable)}"
+    if most <= usable_bytes:
+        answer, because = "yes", f"{_gib(most)} including {SPARE:.0%} to spare, of {_gib(usable_bytes)}"
+    elif least > usable_bytes:
+        answer, because = "no", f"at least {_gib(least)}, of {_gib(usable_bytes)}"
     else:
-        over = "fits only if the prediction is too high" if reserved + outside > usable else f"less than {SPARE:.0%} to spare"
-        answer, because = "tight", f"{_gib(reserved + outside)} of {_gib(usable)}: {over}"
-    return Fit(answer, because, memory, outside, usable)
+        over = "fits only if the prediction is too high" if reserved + outside > usable_bytes else f"less than {SPARE:.0%} to spare"
+        answer, because = "tight", f"{_gib(reserved + outside)} of {_gib(usable_bytes)}: {over}"
+    return Fit(answer, because, memory, outside, usable_bytes)
 
 
 def _gib(size: float) -> str:

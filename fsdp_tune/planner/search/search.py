@@ -13,7 +13,7 @@ from typing import Any
 from fsdp_tune.core.command import Target
 from fsdp_tune.core.errors import FsdpTuneError, Notice
 from fsdp_tune.core.gpus import Hardware, known_hardware
-from fsdp_tune.planner.predict.memory import Fit, fit, fit_into, workspace_bytes
+from fsdp_tune.planner.predict.memory import Fit, cublas_workspace_bytes, fit, fit_into
 from fsdp_tune.planner.predict.predict import SmallestHardware
 from fsdp_tune.planner.search.alternatives import (
     CHECKPOINTING,
@@ -47,7 +47,7 @@ class MemoryBudget:
 
     @staticmethod
     def of(hardware: Hardware) -> MemoryBudget:
-        return MemoryBudget(hardware.name, hardware.usable_bytes, workspace_bytes(hardware))
+        return MemoryBudget(hardware.name, hardware.usable_bytes, cublas_workspace_bytes(hardware))
 
 
 @dataclass(frozen=True, slots=True)

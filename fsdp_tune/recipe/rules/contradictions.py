@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_tune.core.families import SCALED_FIELDS
 from fsdp_tune.core.units import printable, shown
 from fsdp_tune.core.values import texts_below
-from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES
+from fsdp_tune.recipe.rules.evaluation import EVALUATION_RULES, builder_has_files
 from fsdp_tune.recipe.rules.experts import EXPERT_PARALLEL_RULES
 from fsdp_tune.recipe.rules.launch import ENVIRONMENT_RULES
 from fsdp_tune.recipe.rules.limits import ADAPTER_RULES, EXPERTS_RULES, FP8_RULES, SEQUENCE_RULES, STREAMING_RULES
@@ -21,7 +21,7 @@ from fsdp_tune.recipe.rules.training import OPTIMIZER_RULES, TRAINING_RULES, rou
 from fsdp_tune.recipe.schema.attention_kernels import SDPA_OR_EAGER, TORCH_VARLEN, needs_cuda
 from fsdp_tune.recipe.schema.keys import Finding, Rule, closest, given
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
+from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.strategies import STRATEGIES
 
 INPUTS = frozenset({"no-tokenizer", "no-data"})
@@ -46,12 +46,12 @@ def model_source(recipe: Recipe) -> Iterator[Finding]:
 
 
 def data_sources(recipe: Recipe) -> Iterator[Finding]:
+    """Training sources and evaluation sets are named, have their files, and have labels by which their metrics differ."""
     if not recipe.data.train:
         hint = "for example `data: {train: [{path: train.jsonl}]}`"
         yield Finding("no-data", ("data.train", "data"), "the recipe names no training data: `data.train` is missing or empty", hint)
     for key, source in recipe.data.sources:
-        if source.path in BUILDERS and source.data_files is None:
-            yield Finding("missing-key", (f"{key}.path",), f"`path: {source.path}` reads files: `{key}.data_files` is missing")
+        yield from builder_has_files(key, source)
     if recipe.data.eval == []:
         yield Finding("no-data", ("data.eval",), "`data.eval` is an empty list", "remove it, or name a set")
     yield from _repeated_labels("data.train", recipe.data.train, "training sources")

@@ -12,7 +12,7 @@ from fsdp_tune.core.units import shown
 from fsdp_tune.recipe.schema.evaluation import EvaluationSet
 from fsdp_tune.recipe.schema.keys import Finding, Rule
 from fsdp_tune.recipe.schema.recipe import Recipe
-from fsdp_tune.recipe.schema.sections import BUILDERS
+from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 _KEY = "evaluation.sets"
@@ -44,9 +44,13 @@ def sets_are_clear(recipe: Recipe) -> Iterator[Finding]:
         yield from _keys_of_set(key, entry)
 
 
+def builder_has_files(key: str, source: DataSource) -> Iterator[Finding]:
+    if source.path in BUILDERS and source.data_files is None:
+        yield Finding("missing-key", (f"{key}.path",), f"`path: {source.path}` reads files: `{key}.data_files` is missing")
+
+
 def _keys_of_set(key: str, entry: EvaluationSet) -> Iterator[Finding]:
-    if entry.path in BUILDERS and entry.data_files is None:
-        yield Finding("missing-key", (f"{key}.path",), f"`path: {entry.path}` reads files: `{key}.data_files` is missing")
+    yield from builder_has_files(key, entry)
     changed = entry.model_dump(exclude_defaults=True).keys()  # a resolved recipe has every key
     for name in _OF_TRAINING:
         if name in changed:
