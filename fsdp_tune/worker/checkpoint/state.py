@@ -166,47 +166,58 @@ def load_model(live: Live, directory: Path) -> None:
 
 def _read_model(live: Live, directory: Path) -> None:
     state = model_state(replace(live, full=False))
+    frozen = {plain_name(name) for name, parameter in live.wrapped.named_parameters() if not parameter.requires_grad}
     if (directory / FULL_MODEL_FILE).exists():
-        _read_whole(state, directory)
+        _read_whole(state, directory, frozen)
     else:
-        frozen = {plain_name(name) for name, parameter in live.wrapped.named_parameters() if not parameter.requires_grad}
         _check_names(state, directory / SHARD_FOLDER, frozen)
         dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER, live.scattered))
     set_model_state_dict(live.wrapped, {**state}, options=StateDictOptions(strict=False))
 
 
-def _read_whole(state: dict[str, torch.Tensor], directory: Path) -> None:
+def _read_whole(state: dict[str, torch.Tensor], directory: Path, frozen: set[str]) -> None:
+    """Read a full file. Raises: FailedError for that of another model, as `_check_names`."""
     with safe_open(directory / FULL_MODEL_FILE, framework="pt") as file:
-        lost = sorted(state.keys() - set(file.keys()))
-        if lost:
+        stored = set(file.keys())
+        if lost := sorted(state.keys() - stored):
             raise failed_error(
                 "checkpoint-lacks-tensors", f"{directory}: {len(lost)} tensors of the model are missing, the first is `{lost[0]}`"
             )
+        if others := sorted(stored - state.keys()):
+            more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+            raise failed_error("checkpoint-of-another-model", f"{directory}: `{others[0]}` is not in the model{more}")
         for name, target in state.items():
-            if (shape := tuple(file.get_slice(name).get_shape())) != tuple(target.shape):
-                message = f"`{name}` is {shape}, the model has {tuple(target.shape)}"
-                raise failed_error("checkpoint-of-another-model", f"{directory}: {message}")
-            copy_part(target, file.get_tensor(name))  # one tensor at a time: a host cannot hold a full model for each rank
+            tensor = file.get_tensor(name)  # one at a time: a host cannot hold a full model for each rank
+            if difference := _difference(tuple(tensor.shape), tensor.dtype, target, is_frozen=name in frozen):
+                raise failed_error("checkpoint-of-another-model", f"{directory}: `{name}` {difference}")
+            copy_part(target, tensor)
 
 
 def _check_names(state: dict[str, torch.Tensor], directory: Path, frozen: set[str]) -> None:
-    """Check names, shapes and dtypes: DCP ignores unknown tensors and casts silently, so it would load another model's checkpoint.
-
-    Only frozen parameters may be stored in another dtype: FSDP1 holds a unit in one dtype, FSDP2 its frozen part in the compute dtype. A
-    cast then gives what loading the base gives.
-    """
+    """Check names, shapes and dtypes: DCP ignores unknown tensors and casts silently, so it would load another model's checkpoint."""
     listed = RestrictedReader(directory).read_metadata().state_dict_metadata
     stored = {name.removeprefix("model."): each for name, each in listed.items() if isinstance(each, TensorStorageMetadata)}
     problems = [f"`model.{name}` is missing" for name in sorted(state.keys() - stored.keys())]
     problems += [f"`model.{name}` is not in the model" for name in sorted(stored.keys() - state.keys())]
     for name in sorted(state.keys() & stored.keys()):
-        shape, dtype, wanted = tuple(stored[name].size), stored[name].properties.dtype, state[name]
-        is_dtype_right = dtype == wanted.dtype or (name in frozen and dtype.is_floating_point and wanted.dtype.is_floating_point)
-        if shape != tuple(wanted.shape) or not is_dtype_right:
-            problems.append(f"`model.{name}` is {shape} {dtype}, the model has {tuple(wanted.shape)} {wanted.dtype}")
+        shape, dtype = tuple(stored[name].size), stored[name].properties.dtype
+        if difference := _difference(shape, dtype, state[name], is_frozen=name in frozen):
+            problems.append(f"`model.{name}` {difference}")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise failed_error("checkpoint-of-another-model", f"{directory}: {problems[0]}{more}")
+
+
+def _difference(shape: tuple[int, ...], dtype: torch.dtype, wanted: torch.Tensor, *, is_frozen: bool) -> str | None:
+    """Return how a stored tensor differs from that of the model, if it is not to be loaded.
+
+    Only frozen parameters may be stored in another dtype: FSDP1 holds a unit in one dtype, FSDP2 its frozen part in the compute dtype. A
+    cast then gives what loading the base gives.
+    """
+    is_dtype_right = dtype == wanted.dtype or (is_frozen and dtype.is_floating_point and wanted.dtype.is_floating_point)
+    if shape == tuple(wanted.shape) and is_dtype_right:
+        return None
+    return f"is {shape} {dtype}, the model has {tuple(wanted.shape)} {wanted.dtype}"
 
 
 def load_optimizer(live: Live, directory: Path) -> None:
