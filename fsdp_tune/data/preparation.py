@@ -199,8 +199,9 @@ def _streamed_files(recipe: Recipe, unit_rows: Mapping[str, int]) -> StreamedFil
     units = [unit for source in sources for unit in stream_units(source, recipe.data.stream_lanes)]
 
     def last_row(name: str) -> int:
-        numbers = (row.number if isinstance(row, BadRow) else row[0] for unit in units if unit.name == name for row in unit.read())
-        return max(numbers, default=0)
+        # Several units have the name of a file that they read in turns (piece p of n: rows p, p + n, …), or that two sources have.
+        pieces = [unit for unit in units if unit.name == name]
+        return max((row.number if isinstance(row, BadRow) else row[0] for piece in pieces for row in piece.read()), default=0)
 
     return StreamedFiles([unit.name for unit in units], unit_rows, last_row)
 

@@ -22,7 +22,15 @@ from fsdp_tune.data.read import file_access, readers, sources
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.read.sources import RowSource, find_source
-from fsdp_tune.data.stream.units import StreamUnit, count_units, refuse_changed_files, stream_stamps, stream_units, unstamped_files
+from fsdp_tune.data.stream.units import (
+    FileStamp,
+    StreamUnit,
+    count_units,
+    refuse_changed_files,
+    stream_stamps,
+    stream_units,
+    unstamped_files,
+)
 from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.run import remote_files
 from tests.data.hub_of_files import COMMIT
@@ -287,6 +295,16 @@ def test_changed_etag_is_found_and_its_absence_reported(server: str) -> None:
     assert unstamped_files(stream_stamps(units)) == [f"{server}/rows.jsonl"]
     assert sorted(texts(units)) == expected()
     assert texts(stream_units(source(f"{server}/empty.jsonl"), 4)) == []
+
+
+def test_stamp_is_recorded_as_text_and_only_a_file_without_a_mark_is_reported(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl")
+    status = (tmp_path / "rows.jsonl").stat()
+    name = str(tmp_path / "rows.jsonl")
+    assert stream_stamps(stream_units(source(tmp_path / "rows.jsonl"), 2)) == {name: f"{status.st_size}:{status.st_mtime_ns}"}
+    marks = {"size": FileStamp(5, None).text, "etag": FileStamp(5, "W/ no mark").text}
+    assert marks == {"size": "5:no mark", "etag": "5:W/ no mark"}
+    assert unstamped_files(marks) == ["size"]
 
 
 def test_globs_and_directories_of_fsspec_urls(monkeypatch: pytest.MonkeyPatch) -> None:

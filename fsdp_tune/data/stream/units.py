@@ -34,7 +34,21 @@ NAMED_FILES = 5
 
 
 NO_MARK = "no mark"
-"""In place of an ETag or time in a stamp."""
+"""In place of an ETag or time in the text of a stamp."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What shows whether a file has changed."""
+
+    size_bytes: int
+    mark: str | None
+    """Modification time of a local file; ETag, or what its server has for that, of a file at a URL; None if the server has neither."""
+
+    @property
+    def text(self) -> str:
+        """The stamp as it is recorded."""
+        return f"{self.size_bytes}:{self.mark or NO_MARK}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,7 @@ class StreamUnit:
     pieces: int = 1
     file_bytes: int | None = None
     """Size of a file that is divided into ranges of bytes; None for other files."""
-    stamp: str | None = None
+    stamp: FileStamp | None = None
     """Of the file when the unit was created; None if the rows are not in files."""
     rows: int | None = None
     """Number of its rows, bad ones included; None if it was not counted."""
@@ -124,7 +138,7 @@ def stream_units(source: RowSource, lanes: int) -> tuple[StreamUnit, ...]:
     if not source.files:
         return (StreamUnit(source, 0),)
     stamps = [_stamp(file.path) for file in source.files]
-    sizes = [int(stamp.partition(":")[0]) for stamp in stamps]
+    sizes = [stamp.size_bytes for stamp in stamps]
     target = max(1, min(UNIT_BYTES, -(-sum(sizes) // (UNITS_OF_LANE * lanes))))
     units: list[StreamUnit] = []
     for number, (file, size, stamp) in enumerate(zip(source.files, sizes, stamps, strict=True)):
@@ -149,8 +163,8 @@ def count_units(units: Sequence[StreamUnit], known: Mapping[str, int]) -> tuple[
 
 
 def stream_stamps(units: Sequence[StreamUnit]) -> dict[str, str]:
-    """Return the stamp of each file, to record it."""
-    return {unit.source.names[unit.number]: unit.stamp for unit in units if unit.stamp is not None}
+    """Return the stamp of each file as text, to record it."""
+    return {unit.source.names[unit.number]: unit.stamp.text for unit in units if unit.stamp is not None}
 
 
 def refuse_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -162,17 +176,17 @@ def refuse_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) ->
 
 def unstamped_files(stamps: Mapping[str, str]) -> list[str]:
     """Return the files of which only a change of size is detected, since their server returns neither an ETag nor a time."""
-    return [name for name, stamp in stamps.items() if stamp.endswith(NO_MARK)]
+    return [name for name, stamp in stamps.items() if stamp.partition(":")[2] == NO_MARK]
 
 
-def _stamp(path: Path | str) -> str:
-    """Return size and modification time of a local file, or size and ETag (or what its server has for that) of a file at a URL."""
+def _stamp(path: Path | str) -> FileStamp:
+    """Return the stamp of a file as it is now. Raises: usage error if the file cannot be reached."""
     try:
         if isinstance(path, str):
             info = remote_info(path, fresh=True)
-            return f"{info.size}:{info.stamp or NO_MARK}"
+            return FileStamp(info.size, info.stamp or None)
         stat = path.stat()
-        return f"{stat.st_size}:{stat.st_mtime_ns}"
+        return FileStamp(stat.st_size, str(stat.st_mtime_ns))
     except OSError as error:
         raise usage_error("data-unreadable", f"cannot be read: {error.strerror or error}", where=Where(str(path))) from error
 

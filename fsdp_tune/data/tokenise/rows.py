@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -142,6 +142,16 @@ class _EncodedChat:
     notes: tuple[Note, ...] = ()
 
 
+class _Kept(NamedTuple):
+    """What the store has of an example but its tokens; `number` is the row in the file."""
+
+    tokens: int
+    supervised: int
+    source: int
+    file: int
+    number: int
+
+
 class _Chunk:
     def __init__(self, encoder: Encoder, settings: tuple[FormatSettings, ...]) -> None:
         self._encoder, self._settings = encoder, settings
@@ -150,7 +160,7 @@ class _Chunk:
         self._white_space: dict[int, bool] = {}
         self._ids: list[int] = []
         self._trained: list[bool] = []
-        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._rows: list[_Kept] = []
         self._hashes: list[int] = []
         self.bad: list[tuple[int, BadRow]] = []
         self.untrained: list[tuple[int, int]] = []
@@ -245,14 +255,14 @@ class _Chunk:
 
     def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool]) -> bool:
         """Add an example. Return False if it has no token to train."""
-        supervised = sum(trained[1:])
+        supervised = sum(trained[1:])  # no position predicts the first token
         if not supervised:
             self.untrained.append((row.file, row.number))
             return False
         self._count(ids, trained, is_chat=isinstance(example, Chat))
         self._ids += ids
         self._trained += trained
-        self._rows.append((len(ids), supervised, row.source, row.file, row.number))
+        self._rows.append(_Kept(len(ids), supervised, row.source, row.file, row.number))
         self._hashes.append(content_hash(example))
         return True
 
@@ -289,15 +299,16 @@ class _Chunk:
             self.counts["bos_missing_in_chat"] += not found and is_chat and encoder.bos_id in encoder.prefix_ids
 
     def finish(self) -> Tokenised:
-        table = np.array(self._rows, np.int64).reshape(-1, 5)
+        columns = np.array(self._rows, np.int64).reshape(-1, len(_Kept._fields)).T
+        lengths, supervised, sources, files, numbers = (column.copy() for column in columns)
         tokens, trained = np.array(self._ids, np.int32), np.array(self._trained, np.uint8)
-        lengths, origins = table[:, 0].copy(), table[:, 3:].copy()
+        origins = np.stack([files, numbers], axis=1)
         return Tokenised(
             tokens=tokens,
             trained=trained,
             lengths=lengths,
-            supervised=table[:, 1].copy(),
-            sources=table[:, 2].copy(),
+            supervised=supervised,
+            sources=sources,
             origins=origins,
             hashes=np.array(self._hashes, np.uint64),
             token_hashes=token_hashes(tokens, trained, lengths, origins),
