@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -67,11 +67,6 @@ def check_output(output: Path, selection: Selection, base: Path | None = None) -
 
     Raises: usage error if it contains an input (`base` included) or the run, or is inside an input or a checkpoint.
     """
-
-    def refuse(does: str, folder: Path) -> NoReturn:
-        message = f"the output would {does} `{folder}`, which is read"
-        raise usage_error("merge-output-is-input", message, where=Where(str(output)), hint="give another `--output`")
-
     target = output.parent.resolve() / output.name
     if output.name in ("", ".", ".."):
         target = output.resolve()
@@ -83,19 +78,16 @@ def check_output(output: Path, selection: Selection, base: Path | None = None) -
         protected = [selection.run.path.resolve()]
     else:
         protected = []
+    where, hint = Where(str(output)), "give another `--output`"
     for folder in (*inputs, *protected):
         if folder.is_relative_to(target) or folder.is_relative_to(target.resolve()):
-            refuse("replace", folder)
+            raise usage_error("merge-output-is-input", f"the output would replace `{folder}`, which is read", where=where, hint=hint)
     for folder in inputs:
         if target.is_relative_to(folder) or target.resolve().is_relative_to(folder):
-            refuse("lie inside", folder)
+            raise usage_error("merge-output-is-input", f"the output would lie inside `{folder}`, which is read", where=where, hint=hint)
     if (checkpoint := enclosing_checkpoint(target)) is not None:
-        raise usage_error(
-            "output-in-checkpoint",
-            f"the output would be inside the checkpoint `{checkpoint}`, and would be removed together with it",
-            where=Where(str(output)),
-            hint="give another `--output`",
-        )
+        message = f"the output would be inside the checkpoint `{checkpoint}`, and would be removed together with it"
+        raise usage_error("output-in-checkpoint", message, where=where, hint=hint)
     return target
 
 
