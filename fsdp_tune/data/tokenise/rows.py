@@ -299,7 +299,7 @@ class _Chunk:
             self.counts["bos_missing_in_chat"] += not found and is_chat and encoder.bos_id in encoder.prefix_ids
 
     def finish(self) -> Tokenised:
-        columns = np.array(self._rows, np.int64).reshape(-1, len(_Kept._fields)).T
+        columns = np.array(self._rows, np.int64).reshape(-1, 5).T
         lengths, supervised, sources, files, numbers = (column.copy() for column in columns)
         tokens, trained = np.array(self._ids, np.int32), np.array(self._trained, np.uint8)
         origins = np.stack([files, numbers], axis=1)
