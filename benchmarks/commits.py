@@ -12,6 +12,7 @@ without launcher and ranks.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -35,7 +36,12 @@ class Tree:
     def __init__(self, path: Path, place: Path, name: str) -> None:
         self.path, self.place, self.name = path.resolve(), place, name
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.environment = {**os.environ, "PYTHONPATH": str(self.path), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(place / f"cache-{name}")}
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.path),
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(place / f"cache-{name}"),
+        }
 
     def measure(self, number: int, steps: int) -> None:
         self._train("", self.place / f"{self.name}-{number}", steps, {"training.save_steps": steps // 3})
@@ -50,7 +56,7 @@ class Tree:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         times = [line["time"] for line in lines if "loss" in line and "event" not in line]
         first = next(line for line in lines if line.get("event") == "first_step")
-        self.seconds[f"step{suffix}"].append(statistics.median(after - before for before, after in zip(times, times[1:], strict=False)))
+        self.seconds[f"step{suffix}"].append(statistics.median(after - before for before, after in itertools.pairwise(times)))
         self.seconds[f"first step{suffix}"].append(sum(first["phase_seconds"].values()))
         self.seconds[f"command, CPU{suffix}"].append(own)
 
@@ -62,7 +68,9 @@ class Tree:
         """Return the CPU seconds of the command itself, and those of it and of its children."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-P", "-m", "fsdp_tune", *arguments]
-        process = subprocess.Popen(command, cwd=self.place, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, cwd=self.place, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         seen = [0.0]
         threading.Thread(target=_watch, args=(process.pid, seen), daemon=True).start()
         output, _ = process.communicate()
