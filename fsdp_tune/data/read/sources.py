@@ -7,6 +7,7 @@ import glob
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
@@ -136,7 +137,7 @@ def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowS
         _refuse(entry, where, "split", given=entry.split != "train")
         return _file_source(entry, key, _expand([str(path)], where), None)
     if can_only_be_a_path(entry.path):
-        raise _not_found(entry.path, where)
+        raise _not_found(str(path), where)
     if streaming and hub_is_reachable():
         return _source_of_files(entry, key, list_hub_files(entry, where), None)
     return _dataset_source(entry, key, load_from_hub(entry, where))
@@ -297,12 +298,12 @@ def _is_hidden(path: Path, root: Path) -> bool:
 
 
 def _not_found(pattern: str, where: Where) -> FsdpTuneError:
-    path = Path(pattern).absolute()
-    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
     if glob.has_magic(pattern):
         return usage_error("data-not-found", f"no file matches `{pattern}`", where=where)
-    if close:
+    path, siblings = Path(pattern).absolute(), list[str]()
+    with suppress(OSError):  # no such directory, or one that may not be listed
+        siblings = [sibling.name for sibling in path.parent.iterdir()]
+    if close := difflib.get_close_matches(path.name, siblings, n=1):
         hint = f"did you mean `{close[0]}`?"
     elif not path.parent.is_dir():
         hint = f"there is no directory `{path.parent}`"
