@@ -69,10 +69,12 @@ def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | No
 
 def _local_data(recipe: Recipe, cwd: Path) -> list[Path]:
     """Return the local files and directories of training and evaluation data; of a glob the pattern, whose parents have them."""
-    sources = [source for _, source in (*recipe.data.sources, *recipe.evaluation.sources)]
-    files = [str(name) for source in sources if source.path in BUILDERS for name in as_items(source.data_files or [])]
-    named = [name for name in (*(source.path for source in sources), *files) if "://" not in name]
-    paths = [absolute_path(name, cwd) for name in named]
+    paths: list[Path] = []
+    for _, source in (*recipe.data.sources, *recipe.evaluation.sources):
+        is_built = source.path in BUILDERS
+        folder = absolute_path(source.data_dir or "", cwd) if is_built else cwd
+        names = map(str, as_items(source.data_files or [])) if is_built else [source.path]
+        paths += [absolute_path(name, folder) for name in names if "://" not in name]
     return [path.resolve() for path in paths if exists(path) or glob.has_magic(str(path))]
 
 
@@ -154,8 +156,9 @@ class _Paths:
         if source["path"] not in BUILDERS:
             source["path"] = self.local(source["path"], f"{key}.path", must_exist=False)
         elif source["data_files"] is not None:
-            files = source["data_files"]
-            absolute = [name if "://" in name else str(self.absolute(name)) for name in ([files] if isinstance(files, str) else files)]
+            files, folder = source["data_files"], self.absolute(source["data_dir"] or "")
+            names = [files] if isinstance(files, str) else files
+            absolute = [name if "://" in name else str(absolute_path(name, folder)) for name in names]
             source["data_files"] = absolute[0] if isinstance(files, str) else absolute
         source["chat_template"] = self.local(source["chat_template"], f"{key}.chat_template", must_exist=True)
 

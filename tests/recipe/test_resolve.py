@@ -364,11 +364,17 @@ def test_harmful_output_directory_is_refused(tmp_path: Path, output_dir: str, wo
     package = Path(fsdp_tune.__file__).parent
     place = output_dir.format(tmp=tmp_path, home=Path.home(), package=package)
     train = "[{path: set}, {path: parent/set}, {path: rows/train.jsonl}, {path: ~/own}, {path: 'globbed/*.jsonl'}, "
-    train += "{path: json, data_files: ['built/*.json']}]"
+    train += "{path: json, data_dir: built, data_files: ['*.json']}]"
     extra = f"model: {{name_or_path: run/merged}}\noutput_dir: {place}\ndata: {{train: {train}}}"
     problem = refused("", cwd=tmp_path, text=extra)
     assert (problem.code, problem.where.line) == ("bad-output-dir", 2)
     assert words in problem.message
+
+
+def test_files_of_a_builder_are_in_its_directory(tmp_path: Path) -> None:
+    train = "[{path: json, data_dir: rows, data_files: a.jsonl}, {path: csv, data_dir: /rows, data_files: [b.csv, /c.csv]}]"
+    found = resolved("", cwd=tmp_path, text=f"model: {{name_or_path: a}}\ndata: {{train: {train}}}").recipe.data.train
+    assert [source.data_files for source in found] == [str(tmp_path / "rows/a.jsonl"), ["/rows/b.csv", "/c.csv"]]
 
 
 def test_cache_follows_the_xdg_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
