@@ -117,7 +117,7 @@ def _shift(pairs: Sequence[Pair], tolerance: float) -> int | None:
     for by in (1, -1):
         for shifted in (_moved_numbers(pairs, by, tolerance), _moved_logits(pairs, by)):
             known = [(theirs, ours) for theirs, ours in shifted if not math.isnan(theirs - ours)]
-            if len(known) >= LEAST_TOKENS and _are_close(*zip(*known, strict=True), tolerance):
+            if len(known) >= LEAST_TOKENS and _are_close([theirs for theirs, _ in known], [ours for _, ours in known], tolerance):
                 return by
     return None
 
@@ -125,8 +125,9 @@ def _shift(pairs: Sequence[Pair], tolerance: float) -> int | None:
 def _moved_numbers(pairs: Sequence[Pair], by: int, tolerance: float) -> Iterator[tuple[float, float]]:
     """Yield the server's log-probabilities with A's of the next token (`by` 1) or of the one before (-1), of parts that differ in place."""
     for _, answer, score in pairs:
-        found = logprob_differences(answer, score)
-        for part in found.parts() if found is not None else ():
+        if (found := logprob_differences(answer, score)) is None:
+            continue
+        for part in found.parts():
             theirs, ours = found.theirs[part], found.ours[part]
             if not _are_close(theirs, ours, tolerance):
                 yield from zip(theirs[:-1], ours[1:], strict=True) if by > 0 else zip(theirs[1:], ours[:-1], strict=True)
