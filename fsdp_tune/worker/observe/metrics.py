@@ -139,12 +139,13 @@ def peak_memory_gib(device: torch.device) -> dict[str, float | None]:
 
     None for what the device's module in torch does not count: on a CPU, on an Apple GPU.
     """
-    counts = getattr(torch, device.type, None)
-    peaks = {kind: getattr(counts, f"max_memory_{kind}", None) for kind in ("allocated", "reserved")}
-    return {
-        **{f"peak_{kind}_gib": None if peak is None else peak(device) / GIB for kind, peak in peaks.items()},
-        "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / GIB,
-    }
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / GIB
+
+    def peak(kind: str) -> float | None:
+        count = getattr(getattr(torch, device.type, None), f"max_memory_{kind}", None)
+        return None if count is None else count(device) / GIB
+
+    return {"peak_allocated_gib": peak("allocated"), "peak_reserved_gib": peak("reserved"), "peak_host_gib": host}
 
 
 def device_peak_flops(device: torch.device) -> float | None:
