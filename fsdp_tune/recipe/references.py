@@ -37,9 +37,9 @@ PACKAGE = Path(__file__).resolve().parent.parent
 def output_directory(recipe: Recipe, cwd: Path) -> tuple[Path, list[Finding]]:
     """Return the run directory with {name} and {seed} filled in, and the reasons why it cannot be used."""
     values = {"name": recipe.name or "run", "seed": str(recipe.training.seed)}
-    path = Path(cwd, OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir)).resolve()
-    problem = _path_problem(recipe, path, cwd)
-    return path, [] if problem is None else [Finding("bad-output-dir", ("output_dir",), f"`output_dir` {problem[0]}", problem[1])]
+    resolved = Path(cwd, OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir)).resolve()
+    problem = _path_problem(recipe, resolved, cwd)
+    return resolved, [] if problem is None else [Finding("bad-output-dir", ("output_dir",), f"`output_dir` {problem[0]}", problem[1])]
 
 
 def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | None:

@@ -125,6 +125,15 @@ def test_missing_file_in_a_directory_that_may_not_be_listed_is_not_found(folder:
     assert problem(folder / "c*.jsonl").message == f"no file matches `{folder}/c*.jsonl`"
 
 
+def test_file_in_a_directory_that_may_not_be_entered_is_unreadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    found = problem(folder / "a.jsonl")
+    assert (found.code, found.message) == ("data-unreadable", f"`{folder / 'a.jsonl'}` cannot be read: Permission denied")
+
+
 def test_files_of_two_kinds_are_refused_by_name(folder: Path) -> None:
     (folder / "c.csv").write_text("text\nx\n")
     found = problem(folder)

@@ -131,9 +131,13 @@ def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowS
     if is_url(entry.path):
         return _url_source(entry, key, [entry.path], None, streaming=streaming)
     path = Path(entry.path).expanduser()
-    if path.is_dir():
+    try:
+        is_directory, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # in a directory that may not be entered
+        raise usage_error("data-unreadable", f"`{path}` cannot be read: {error.strerror}", where=where) from error
+    if is_directory:
         return _directory_source(entry, key, path)
-    if path.exists() or glob.has_magic(entry.path):
+    if is_there or glob.has_magic(entry.path):
         _refuse(entry, where, "split", given=entry.split != "train")
         return _file_source(entry, key, _expand([str(path)], where), None)
     if can_only_be_a_path(entry.path):
