@@ -474,8 +474,9 @@ def paired_bootstrap(first: Scores, second: Scores) -> Comparison:
     low, high = np.nanquantile(differences, (0.025, 0.975))
     # A resample in which a metric counts nothing shows no difference, so it is on both sides.
     above, below = int((~(differences < 0)).sum()), int((~(differences > 0)).sum())
-    # Resamples of few rows vary too little. Exchanging the models in each row (a permutation test) gives no smaller p than this.
-    least = 2.0 ** (1 - np.count_nonzero(first.counts + second.counts))
+    # Resamples of few rows vary too little. Exchanging the models in each row (a permutation test) gives no smaller p than this; in a row
+    # with equal scores that changes nothing.
+    least = 2.0 ** (1 - np.count_nonzero((first.totals != second.totals) | (first.counts != second.counts)))
     p = min(1.0, max(least, 2 * (min(above, below) + 1) / (RESAMPLES + 1)))
     return Comparison(first.value() - second.value(), float(low), float(high), p)
 

@@ -160,22 +160,32 @@ def _safe(path: KeyPath, value: object) -> object:
 
 
 def causing(candidates: Sequence[KeyPath], vanishes: Callable[[Sequence[KeyPath]], bool]) -> tuple[KeyPath, ...]:
-    """Return a smallest set of keys whose values, taken over from A, make a difference vanish in B; () if all of them do not.
+    """Return a set of keys whose values, taken over from A, make a difference vanish in B; () if all of them do not.
 
-    `vanishes` computes B again with A's values of some keys. First each key alone, then all of them, reduced one by one: no key of the
-    result can be left out.
+    `vanishes` computes B again with A's values of some keys. First each key alone, then all of them, reduced one by one until no single key
+    of the result can be left out. Another set may be smaller. No set is computed twice.
     """
+    computed: dict[tuple[KeyPath, ...], bool] = {}
+
+    def suffices(keys: tuple[KeyPath, ...]) -> bool:
+        if keys not in computed:
+            computed[keys] = vanishes(keys)
+        return computed[keys]
+
     for path in candidates:
-        if vanishes([path]):
+        if suffices((path,)):
             return (path,)
-    if len(candidates) < 2 or not vanishes(candidates):
+    needed = tuple(candidates)
+    if len(needed) < 2 or not suffices(needed):
         return ()
-    needed = list(candidates)
-    for path in candidates:
-        rest = [each for each in needed if each != path]
-        if vanishes(rest):
-            needed = rest
-    return tuple(needed)
+    before: tuple[KeyPath, ...] = ()
+    while needed != before:  # a key may be needed only as long as another one is there
+        before = needed
+        for path in before:
+            rest = tuple(each for each in needed if each != path)
+            if suffices(rest):
+                needed = rest
+    return needed
 
 
 def by_likelihood(paths: Sequence[KeyPath], *, is_data_stage: bool) -> list[KeyPath]:

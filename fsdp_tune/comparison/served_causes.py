@@ -114,20 +114,30 @@ def _shift(pairs: Sequence[Pair], tolerance: float) -> int | None:
 
     Either the numbers stand next to other tokens, of the prompt or of the answer, or they are computed from the logits of another position.
     """
-    lists = [found for _, answer, score in pairs if (found := logprob_differences(answer, score)) is not None]
-    parts = [(found.theirs[part], found.ours[part]) for found in lists for part in found.parts()]
-    parts = [(theirs, ours) for theirs, ours in parts if not _are_close(theirs, ours, tolerance)]
     for by in (1, -1):
-        numbers = [(theirs[:-1], ours[1:]) if by > 0 else (theirs[1:], ours[:-1]) for theirs, ours in parts]
-        logits = [
-            ([token.logprob for token in answer.tokens[: len(score.tokens)]][slice(0, -1) if by > 0 else slice(1, None)], _near(score, by))
-            for _, answer, score in pairs
-        ]
-        for found in (numbers, logits):
-            joined = [[value for each in found for value in each[side]] for side in (0, 1)]
-            if len(joined[0]) >= LEAST_TOKENS and _are_close(joined[0], joined[1], tolerance):
+        for shifted in (_moved_numbers(pairs, by, tolerance), _moved_logits(pairs, by)):
+            known = [(theirs, ours) for theirs, ours in shifted if not math.isnan(theirs - ours)]
+            if len(known) >= LEAST_TOKENS and _are_close([theirs for theirs, _ in known], [ours for _, ours in known], tolerance):
                 return by
     return None
+
+
+def _moved_numbers(pairs: Sequence[Pair], by: int, tolerance: float) -> Iterator[tuple[float, float]]:
+    """Yield the server's log-probabilities with A's of the next token (`by` 1) or of the one before (-1), of parts that differ in place."""
+    for _, answer, score in pairs:
+        if (found := logprob_differences(answer, score)) is None:
+            continue
+        for part in found.parts():
+            theirs, ours = found.theirs[part], found.ours[part]
+            if not _are_close(theirs, ours, tolerance):
+                yield from zip(theirs[:-1], ours[1:], strict=True) if by > 0 else zip(theirs[1:], ours[:-1], strict=True)
+
+
+def _moved_logits(pairs: Sequence[Pair], by: int) -> Iterator[tuple[float, float]]:
+    """Yield each log-probability of the server with A's of the same token after the logits of another position, as in `_near`."""
+    for _, answer, score in pairs:
+        theirs = [token.logprob for token in answer.tokens[: len(score.tokens)]]
+        yield from zip(theirs[:-1] if by > 0 else theirs[1:], _near(score, by), strict=True)
 
 
 def _near(score: ScoredTokens, by: int) -> list[float]:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +66,10 @@ class Owner:
     def is_visible(self) -> bool:
         """Whether its process would be visible to this process."""
         return (self.host, self.kernel, self.namespace) == (socket.gethostname(), _kernel(), _namespace())
+
+    def is_same_process(self, other: Owner) -> bool:
+        """Return whether both are claims of one process."""
+        return replace(self, claim="", since=0.0) == replace(other, claim="", since=0.0)
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"

@@ -279,6 +279,9 @@ def _folder(path: Path, run: RunDir | None, *, adapter: bool) -> Path:
             raise usage_error(
                 "push-not-merged", message, where=Where(str(path)), hint="give a run, or a directory that `merge-checkpoint` wrote"
             )
+        if adapter:
+            message = "`--adapter` chooses what a run has, and this is the output of a merge"
+            raise usage_error("usage", message, where=Where(str(path)), hint="leave it out: such a directory is uploaded as it is")
         return path
     folder = run.adapter if adapter else run.merged
     if not (folder / RECORD_NAME).is_file():

@@ -454,13 +454,15 @@ def _versions(run: RunDir) -> list[tuple[str, str]]:
 
 
 def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
-    """Return the last metrics at or before the merged step."""
+    """Return rows of the card with the last metrics at or before the merged step. A value of an earlier step says which it is."""
     lines = [line for line in read_metrics(run) if isinstance(line.get("step"), int) and line["step"] <= step]
     rows: list[tuple[str, str]] = []
     for key, label in (("loss", "Training loss"), ("eval_loss", "Evaluation loss"), ("tokens", "Tokens trained on")):
-        values = [line[key] for line in lines if isinstance(line.get(key), (int, float))]
+        values = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), (int, float))]
         if values:
-            rows.append((label, f"{values[-1]:,}" if key == "tokens" else f"{values[-1]:.4f}"))
+            of_step, value = values[-1]
+            shown = label if of_step == step else f"{label} (step {of_step})"
+            rows.append((shown, f"{value:,}" if key == "tokens" else f"{value:.4f}"))
     return rows
 
 

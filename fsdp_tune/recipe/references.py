@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.hub import cached_model_file
 from fsdp_tune.core.tensors.file_formats import CONFIG_FILE, PREFIX, WEIGHTS_FILE, DamagedHeader, read_header
+from fsdp_tune.core.values import as_items
 from fsdp_tune.recipe.rules.contradictions import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema.keys import Finding, given
 from fsdp_tune.recipe.schema.kinds import is_jinja
@@ -36,50 +37,53 @@ PACKAGE = Path(__file__).resolve().parent.parent
 def output_directory(recipe: Recipe, cwd: Path) -> tuple[Path, list[Finding]]:
     """Return the run directory with {name} and {seed} filled in, and the reasons why it cannot be used."""
     values = {"name": recipe.name or "run", "seed": str(recipe.training.seed)}
-    filled = OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir)
-    path = Path(cwd, filled)
-    resolved = path.resolve()
-    return resolved, [_output_finding(message, hint) for message, hint in _path_problems(recipe, resolved, cwd)]
+    resolved = Path(cwd, OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir)).resolve()
+    problem = _path_problem(recipe, resolved, cwd)
+    return resolved, [] if problem is None else [Finding("bad-output-dir", ("output_dir",), f"`output_dir` {problem[0]}", problem[1])]
 
 
-def _output_finding(message: str, hint: str) -> Finding:
-    return Finding("bad-output-dir", ("output_dir",), f"`output_dir` {message}", hint)
-
-
-def _path_problems(recipe: Recipe, path: Path, cwd: Path) -> list[tuple[str, str]]:
+def _path_problem(recipe: Recipe, path: Path, cwd: Path) -> tuple[str, str] | None:
+    """Return why a directory cannot be that of a run, and what to do; None if it can."""
     elsewhere = "name a new directory, such as `runs/{name}`"
     if path == Path(path.anchor):
-        return [("is the root of the file system", elsewhere)]
+        return "is the root of the file system", elsewhere
     if path == Path.home().resolve():
-        return [("is your home directory", elsewhere)]
+        return "is your home directory", elsewhere
     if path.exists() and not path.is_dir():
-        return [(f"is `{path}`, which is a file", elsewhere)]
+        return f"is `{path}`, which is a file", elsewhere
     blocked = next((parent for parent in path.parents if parent.exists() and not parent.is_dir()), None)
     if blocked is not None:
-        return [(f"leads through `{blocked}`, which is a file", elsewhere)]
+        return f"leads through `{blocked}`, which is a file", elsewhere
     if path == PACKAGE or PACKAGE in path.parents:
-        return [("is inside the installed package", elsewhere)]
-    for source in _local_directories(recipe, cwd):
-        if path == source or source in path.parents:
-            return [(f"is inside the training data `{source}`", elsewhere)]
-    for source in _local_inputs(recipe, cwd):
+        return "is inside the installed package", elsewhere
+    data = _local_data(recipe, cwd)
+    for source in data:
+        if source.is_dir() and source != cwd.resolve() and (path == source or source in path.parents):
+            return f"is inside the training data `{source}`", elsewhere
+    models = [absolute_path(name, cwd) for name in (recipe.model.name_or_path, recipe.model.tokenizer) if name is not None]
+    for source in (*data, *(model.resolve() for model in models if exists(model))):
         if path in source.parents and path.exists():
-            return [(f"contains the data or model `{source}`, which `--overwrite` would move away", elsewhere)]
-    return []
+            return f"contains the data or model `{source}`, which `--overwrite` would move away", elsewhere
+    return None
 
 
-def _local_directories(recipe: Recipe, cwd: Path) -> list[Path]:
-    """Return the local directories of training and evaluation data, except the working directory."""
-    named = [source.path for _, source in (*recipe.data.sources, *recipe.evaluation.sources)]
-    return [path.resolve() for path in (Path(cwd, name) for name in named) if path.is_dir() and path.resolve() != cwd.resolve()]
+def _local_data(recipe: Recipe, cwd: Path) -> list[Path]:
+    """Return the local files and directories of training and evaluation data; of a glob the pattern, whose parents have them."""
+    paths: list[Path] = []
+    for _, source in (*recipe.data.sources, *recipe.evaluation.sources):
+        is_built = source.path in BUILDERS
+        folder = absolute_path(source.data_dir or "", cwd) if is_built else cwd
+        names = map(str, as_items(source.data_files or [])) if is_built else [source.path]
+        paths += [absolute_path(name, folder) for name in names if "://" not in name]
+    return [path.resolve() for path in paths if exists(path) or glob.has_magic(str(path))]
 
 
-def _local_inputs(recipe: Recipe, cwd: Path) -> list[Path]:
-    """Return the local files and directories that the recipe reads: data, model and tokenizer."""
-    sources = (*recipe.data.sources, *recipe.evaluation.sources)
-    named = [*(source.path for _, source in sources), recipe.model.name_or_path, recipe.model.tokenizer]
-    paths = (Path(cwd, Path(name).expanduser()) for name in named if name is not None)
-    return [path.resolve() for path in paths if path.exists()]
+def absolute_path(name: str, cwd: Path) -> Path:
+    """Return a path that a recipe names. It may begin with `~`, or `~USER`; without such a user that is the name of a directory."""
+    try:
+        return Path(cwd, Path(name).expanduser())
+    except RuntimeError:
+        return Path(cwd, name)
 
 
 def absolute_paths(data: dict[str, Any], cwd: Path, resumed: Path | None = None) -> tuple[dict[str, str], list[Finding]]:
@@ -118,7 +122,7 @@ class _Paths:
     findings: list[Finding] = field(default_factory=list[Finding])
 
     def absolute(self, name: str) -> Path:
-        return Path(self.cwd, Path(name).expanduser())
+        return absolute_path(name, self.cwd)
 
     def local(self, name: str | None, key: str, *, must_exist: bool) -> str | None:
         """Return the absolute path of a name that exists on this disk or can only be a path; return any other name (a hub id) unchanged."""
@@ -134,7 +138,7 @@ class _Paths:
             return name
         if must_exist:
             message = f"`{key}` is `{name}`, and `{path}` does not exist"
-            hint = _START.format(cwd=self.cwd) if not Path(name).expanduser().is_absolute() else None
+            hint = _START.format(cwd=self.cwd) if not Path(name).is_absolute() and not name.startswith("~") else None
             self.findings.append(Finding("not-found", (key,), message, hint))
         return str(path)
 
@@ -152,8 +156,9 @@ class _Paths:
         if source["path"] not in BUILDERS:
             source["path"] = self.local(source["path"], f"{key}.path", must_exist=False)
         elif source["data_files"] is not None:
-            files = source["data_files"]
-            absolute = [name if "://" in name else str(self.absolute(name)) for name in ([files] if isinstance(files, str) else files)]
+            files, folder = source["data_files"], self.absolute(source["data_dir"] or "")
+            names = [files] if isinstance(files, str) else files
+            absolute = [name if "://" in name else str(absolute_path(name, folder)) for name in names]
             source["data_files"] = absolute[0] if isinstance(files, str) else absolute
         source["chat_template"] = self.local(source["chat_template"], f"{key}.chat_template", must_exist=True)
 
@@ -368,7 +373,7 @@ def continue_adapter(recipe: Recipe, cwd: Path, output: Path) -> ContinuedAdapte
     """
     assert recipe.lora is not None
     assert recipe.lora.adapter is not None
-    named = Path(cwd, Path(recipe.lora.adapter).expanduser()).resolve()
+    named = absolute_path(recipe.lora.adapter, cwd).resolve()
     inside = named / "adapter"
     folder = inside if not (named / CONFIG_FILE).is_file() and (inside / CONFIG_FILE).is_file() else named
     config = _read_object(folder / CONFIG_FILE)

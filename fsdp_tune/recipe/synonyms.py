@@ -215,8 +215,7 @@ _FORMATS = {
 
 
 def _formats(value: object) -> Outcome:
-    name = printable(str(value)).partition(":")[0]
-    if name in _FORMATS:
+    if (name := str(value)) in _FORMATS:  # a variant, `alpaca:chat` or `alpaca.chat`, has other prompts
         settings = nested("data.train", {"path": "NAME", "format": _FORMATS[name]})
         return Write(settings, "or leave it out: the columns decide")
     return Ask("leave it out, since the columns decide, and rename the columns with `rename_columns: {OLD: NEW}`")

@@ -323,21 +323,18 @@ class RemoteDirectory:
             def attempt() -> Verified:
                 digester, checksums = Digester(), Checksums()
                 file.seek(0)
-                try:
+                with _one_attempt(advance) as count:
                     with self._target(path, is_private=is_private) as write:
                         while chunk := file.read(DIGEST_CHUNK_BYTES):
                             digester.update(chunk)
                             if not self._is_local:
                                 checksums.update(chunk)
                             write(chunk)
-                            advance(len(chunk))
+                            count(len(chunk))
                         if digester.entry() != entry:
                             raise ContentError(f"{source} is not what the manifest lists (its digest or size differs)")
                         check()
                     return self._verify(name, entry, checksums)
-                except BaseException:
-                    advance(-digester.size_bytes)
-                    raise
 
             return retried(attempt)
 
@@ -382,29 +379,22 @@ class RemoteDirectory:
             raise
 
     def fetch(self, name: str, target: Path, entry: FileEntry, advance: Callable[[int], object]) -> None:
-        """Write a local file from the remote one, hashed as it arrives.
+        """Write a local file from the remote one, hashed as it arrives. `advance` as in `send`.
 
         Raises: ContentError if the remote file is missing or differs from `entry`; OSError.
         """
-
-        def attempt() -> None:
-            digester = Digester()
-            try:
-                with DISK.open(target) as file:
-                    for start in range(0, entry.size_bytes, DIGEST_CHUNK_BYTES * 4):
-                        end = min(start + DIGEST_CHUNK_BYTES * 4, entry.size_bytes)
-                        data = self._read_range(name, start, end)
-                        digester.update(data)
-                        DISK.write(file, data)
-                        advance(len(data))
-                    DISK.fsync(file)
-                if digester.entry() != entry:
-                    raise ContentError(f"{self.url}/{name} is not what its manifest lists (its digest or size differs)")
-            except BaseException:
-                advance(-digester.size_bytes)
-                raise
-
-        attempt()
+        digester = Digester()
+        with _one_attempt(advance) as count:
+            with DISK.open(target) as file:
+                for start in range(0, entry.size_bytes, DIGEST_CHUNK_BYTES * 4):
+                    end = min(start + DIGEST_CHUNK_BYTES * 4, entry.size_bytes)
+                    data = self._read_range(name, start, end)
+                    digester.update(data)
+                    DISK.write(file, data)
+                    count(len(data))
+                DISK.fsync(file)
+            if digester.entry() != entry:
+                raise ContentError(f"{self.url}/{name} is not what its manifest lists (its digest or size differs)")
 
     def _read_range(self, name: str, start: int, end: int) -> bytes:
         """Return bytes `start` to `end` of a file. Raises: ContentError if the file is missing or shorter; UrlError."""
@@ -427,6 +417,23 @@ class RemoteDirectory:
             if error.refusal == "absent":
                 raise ContentError(f"{self.url}/{name} is missing") from error
             raise
+
+
+@contextmanager
+def _one_attempt(advance: Callable[[int], object]) -> Iterator[Callable[[int], None]]:
+    """Yield a function that calls `advance` with a number of bytes. If the block fails, what was counted is taken back."""
+    counted = 0
+
+    def count(size_bytes: int) -> None:
+        nonlocal counted
+        advance(size_bytes)
+        counted += size_bytes
+
+    try:
+        yield count
+    except BaseException:
+        advance(-counted)
+        raise
 
 
 def _flushed(file: IO[bytes]) -> Callable[[bytes], object]:

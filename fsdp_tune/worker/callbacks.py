@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import psutil
@@ -196,11 +197,20 @@ def _table(live: LiveState) -> list[str]:
 # ---- How long it took to the end of the first step, phase by phase.
 
 
+_INIT = 1
+"""Adopts what outlives its parent."""
+
+
 def startup_seconds(heartbeat: HeartbeatWriter) -> dict[str, float]:
     """Return the seconds of this rank's start-up phases in order, from the start of its launcher.
 
-    That process is `accelerate launch`, or whatever else started the rank; what came before it is the command's own.
+    That process is `accelerate launch`, or whatever else started the rank; what came before it is the command's own. `launching` is left
+    out for a rank whose launcher cannot be seen: it has ended, or the rank is the first of its namespace of processes.
     """
     rank = psutil.Process()
-    born, launcher_born = rank.create_time(), psutil.Process(rank.ppid()).create_time()
-    return {"launching": born - launcher_born, "starting Python": heartbeat.began_at - born, **heartbeat.phase_seconds}
+    born, phases = rank.create_time(), {"starting Python": heartbeat.began_at - rank.create_time(), **heartbeat.phase_seconds}
+    with suppress(psutil.Error):
+        launcher = rank.parent()
+        if launcher is not None and launcher.pid != _INIT:
+            return {"launching": born - launcher.create_time(), **phases}
+    return phases

@@ -48,6 +48,13 @@ def test_few_rows_are_no_proof_of_a_difference() -> None:
         assert paired_bootstrap(first, second).p == 2.0 ** (1 - rows)
 
 
+def test_few_rows_that_differ_among_equal_ones_are_no_proof_of_a_difference() -> None:
+    first, second, ones = np.zeros(100), np.zeros(100), np.ones(100)
+    first[[3, 20, 50, 90]] = 1.0
+    exact, resampled = mcnemar(first, second), paired_bootstrap(Scores(first, ones), Scores(second, ones))
+    assert exact.p == resampled.p == 0.125
+
+
 def test_rows_without_counts_are_no_proof_of_a_difference() -> None:
     """One of 100 rows counts: a third of the resamples lack it, and the others all have its difference."""
     counts = np.zeros(100)

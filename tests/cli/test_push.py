@@ -153,7 +153,12 @@ def test_card_names_the_licence_of_the_base(hub, merged, monkeypatch, licence):
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(("nowhere", "--to", "me/model"), "push-not-merged"), ((".", "--to", "me/model"), "push-not-merged"), (("OUT",), "push-name")],
+    [
+        (("nowhere", "--to", "me/model"), "push-not-merged"),
+        ((".", "--to", "me/model"), "push-not-merged"),
+        (("OUT",), "push-name"),
+        (("OUT", "--to", "me/model", "--adapter"), "usage"),
+    ],
 )
 def test_what_cannot_be_pushed_is_refused(hub, merged, arguments, code):
     given = [merged if argument == "OUT" else argument for argument in arguments]

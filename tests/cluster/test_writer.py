@@ -51,6 +51,23 @@ def test_second_live_writer_is_refused_by_name(directory: RemoteDirectory) -> No
     first.release()
 
 
+def test_live_writer_of_the_same_process_is_refused_and_a_released_one_is_not(
+    directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Writer(directory, Path(name)) for name in ("run", "other"))
+    first.claim()
+    with pytest.raises(MirrorInUseError, match=rf"pid {os.getpid()} on .* \(run .*/run\) writes to it") as caught:
+        second.claim()
+    assert caught.value.is_certain
+    first.check()
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteDirectory, "write", lambda *_, **__: pytest.fail("the end is not recorded"))
+        first._is_away = True
+        first.release()
+    assert second.claim() is not None, "though the store has not recorded that the first one has ended"
+    second.release()
+
+
 def test_writer_that_gave_the_mirror_back_is_no_obstacle(directory: RemoteDirectory) -> None:
     for _ in range(3):
         writer = Elsewhere(directory)

@@ -1,4 +1,4 @@
-"""Keys that differ, and the smallest set of them that causes a difference."""
+"""Keys that differ, and those of them that cause a difference."""
 
 from __future__ import annotations
 
@@ -54,6 +54,18 @@ def test_one_key_is_found_alone_and_several_are_reduced_to_those_needed() -> Non
     assert causing(keys, needing(("a",), ("d",))) == (("a",), ("d",))
     assert causing(keys, lambda _: False) == ()
     assert causing([], lambda _: True) == ()
+
+
+def test_no_cause_can_be_left_out_where_keys_undo_each_other_and_nothing_is_computed_twice() -> None:
+    keys: list[KeyPath] = [("a",), ("b",), ("c",), ("d",)]
+    tried: list[frozenset[KeyPath]] = []
+
+    def vanishes(chosen: Sequence[KeyPath]) -> bool:
+        tried.append(frozenset(chosen))
+        return {("b",), ("c",)} <= set(chosen) and ((("a",) in chosen) or (("d",) not in chosen))  # d undoes it, unless a is there
+
+    assert causing(keys, vanishes) == (("b",), ("c",))
+    assert len(tried) == len(set(tried))
 
 
 def test_keys_that_affect_the_stage_are_tried_first_and_others_not_at_all() -> None:

@@ -197,6 +197,15 @@ def failure(call: Callable[[], object]) -> Problem:
     return caught.value.problems[0]
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.arrow"])
+def test_file_that_changes_is_not_counted(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name)
+    units = stream_units(source(tmp_path / name), 2)
+    WRITERS[name.removeprefix("rows.")](tmp_path / name, ROWS[:7])
+    problem = failure(lambda: count_units(units, {}))
+    assert (problem.code, problem.where.source) == ("data-changed", str(tmp_path / name))
+
+
 def test_file_that_changes_is_found_after_a_unit_and_on_resume(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(lines(ROWS))

@@ -114,6 +114,26 @@ def test_missing_names_are_reported_with_the_existing_ones(folder: Path) -> None
     assert "holds no data files" in problem(folder / "empty").message
 
 
+def test_missing_file_in_a_directory_that_may_not_be_listed_is_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> list[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert problem(folder / "aa.jsonl").code == "data-not-found"
+    assert problem("~/aa.jsonl").message == f"`{Path('~/aa.jsonl').expanduser()}` does not exist"
+    monkeypatch.setattr(Path, "iterdir", lambda _: pytest.fail("no directory is listed for a glob"))
+    assert problem(folder / "c*.jsonl").message == f"no file matches `{folder}/c*.jsonl`"
+
+
+def test_file_in_a_directory_that_may_not_be_entered_is_unreadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    found = problem(folder / "a.jsonl")
+    assert (found.code, found.message) == ("data-unreadable", f"`{folder / 'a.jsonl'}` cannot be read: Permission denied")
+
+
 def test_files_of_two_kinds_are_refused_by_name(folder: Path) -> None:
     (folder / "c.csv").write_text("text\nx\n")
     found = problem(folder)

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,8 +115,8 @@ def test_downloaded_run_has_its_identity(mirrored: tuple[RunDir, RemoteRun], tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(Mirroring, "_fetch_best", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            mirroring(run, remote).prepare(start(0, is_new=True), "auto")
+        with closing(mirroring(run, remote)) as first, pytest.raises(KeyboardInterrupt):
+            first.prepare(start(0, is_new=True), "auto")
     assert run.checkpoint(500).is_dir()
     assert not mirroring(run, remote).prepare(start(500), "auto")
 

@@ -76,7 +76,7 @@ class Ranks:
                 moves()
                 self.beat()
             watch.poll(1)
-            if watch.silence(LIMIT_SECONDS, others_are_quiet=others_are_quiet) is not None:
+            if watch.hang_seconds(LIMIT_SECONDS, others_are_quiet=others_are_quiet) is not None:
                 return self.clock.now - began
             self.clock.now += 0.2
         return None
@@ -208,6 +208,19 @@ def test_progress_on_another_machine_prevents_a_hang_report(ranks_of: Callable[[
     ranks.stopped.add(1)
     found = ranks.hang_found_after(watch, 60, moves=ranks.progress, others_are_quiet=False)
     assert found is not None, "a process that cannot run makes no progress, whatever others do"
+
+
+@pytest.mark.parametrize("stopped", [{1}, {0, 1}])
+def test_stopped_rank_is_a_hang_beside_waiting_ones_while_other_machines_make_progress(
+    stopped: set[int], ranks_of: Callable[[int], Ranks]
+) -> None:
+    ranks = ranks_of(2)
+    watch = RankWatch(ranks.run, range(2))
+    assert ranks.hang_found_after(watch, 10, moves=ranks.progress, others_are_quiet=False) is None
+    ranks.stopped |= stopped
+    found = ranks.hang_found_after(watch, 60, others_are_quiet=False)
+    assert found is not None
+    assert LIMIT_SECONDS - 2 <= found <= LIMIT_SECONDS + 3
 
 
 def test_machine_is_quiet_after_half_of_the_limit_or_a_minute(ranks_of: Callable[[int], Ranks]) -> None:

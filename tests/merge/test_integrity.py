@@ -119,6 +119,15 @@ def test_model_card_names_data_recipe_and_last_values(tmp_path):
         assert text not in card, text
 
 
+def test_value_of_a_step_before_the_merged_one_says_which_in_the_card(tmp_path):
+    run = make_run(tmp_path / "run", {7: STATE})
+    lines = [{"step": 2, "eval_loss": 2.1}, {"step": 5, "loss": 3.0, "tokens": 100}, {"step": 7, "loss": None, "tokens": 140}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = (merge_checkpoint(run, MergeOptions()).output / "README.md").read_text()
+    for text in ("| Training loss (step 5) | 3.0000 |", "| Evaluation loss (step 2) | 2.1000 |", "| Tokens trained on | 140 |"):
+        assert text in card, card
+
+
 def test_names_in_the_card_are_neither_html_nor_links(tmp_path):
     from fsdp_tune.recipe.schema.recipe import Data, DataSource, Recipe
 

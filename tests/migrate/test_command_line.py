@@ -45,6 +45,11 @@ def parsed(script: str) -> tuple[dict[str, Any], str | None]:
         ),
         ("A=1 nohup trl sft --x 1 > log &", {"environment": {"A": 1}, "x": 1}, "TRL"),
         ("bash -c 'trl sft --x 1'", {"x": 1}, "TRL"),
+        ("trl sft --report_to true wandb --flags true false true", {"report_to": [True, "wandb"], "flags": [True, False, True]}, "TRL"),
+        ("trl sft --lr -1E-5 --decay -1e+2", {"lr": -1e-5, "decay": -100.0}, "TRL"),
+        ("llamafactory-cli train --stage sft -- x.yaml lr=1", {"stage": "sft", "config": "x.yaml", "lr": 1}, "LLaMA-Factory"),
+        ("llamafactory-cli train info=x.json --stage sft", {"info": "x.json", "stage": "sft"}, "LLaMA-Factory"),
+        ("uv run -- trl sft --x 1", {"x": 1}, "TRL"),
         (
             'export A=1 B=2\nX=3\nC=4 srun --nodes 2 bash -lc "B=5 torchrun --nnodes 2 sft.py --x $X"',
             {"environment": {"A": 1, "C": 4, "B": 5}, "launcher": {"nodes": 2, "nnodes": 2}, "x": 3},
@@ -59,6 +64,21 @@ def parsed(script: str) -> tuple[dict[str, Any], str | None]:
 )
 def test_options_of_a_command(script: str, values: dict[str, Any], tool: str | None) -> None:
     assert parsed(script) == (values, tool)
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        ("trl sft --lr 1 --lr 2", "--lr"),
+        ("llamafactory-cli train lr=1 lr=2", "lr"),
+        ("llamafactory-cli train lr=1 --lr 2", "--lr"),
+        ("llamafactory-cli train a.yaml b.yaml --x 1", "config"),
+        ("tune run full_finetune_distributed --config c.yaml lr=1 lr=2", "lr"),
+    ],
+)
+def test_option_that_is_given_twice_is_refused(script: str, option: str) -> None:
+    with pytest.raises(FsdpTuneError, match=f"`{option}` is given twice"):
+        parsed(script)
 
 
 def test_text_without_a_command_has_none() -> None:

@@ -506,6 +506,16 @@ def test_alpaca_rows_of_axolotl_have_no_chat_template(tmp_path: Path) -> None:
     assert "chat_template: none  # default of axolotl: by the prompts of Stanford Alpaca" in result.text
 
 
+@pytest.mark.parametrize("variant", ["alpaca:chat", "alpaca.load_no_prompt", "completion:text"])
+def test_variant_of_a_prompt_strategy_of_axolotl_is_a_question(tmp_path: Path, variant: str) -> None:
+    """axolotl/utils/data: a style after a colon and a function after a dot have other prompts than the plain name."""
+    head = "base_model: g\nsequence_len: 8\nchat_template: chatml\n"
+    result = from_text(tmp_path, f"{head}datasets: [{{path: a, type: '{variant}'}}]\n")
+    assert row(result, "datasets[0].type")[0] == "question"
+    assert not [key for key in ("format:", "separator:") if key in result.text], result.text
+    assert row(result, "chat_template")[0] == "dropped"
+
+
 SECRETS = {
     "my_password": "hunter2secretvalue",
     "tracker_api_key": "abcd1234efgh5678ijkl",

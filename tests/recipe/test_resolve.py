@@ -322,6 +322,7 @@ def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
     [
         ("model: {name_or_path: ./nowhere}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `./nowhere`, and `/"),
         ("model: {name_or_path: ~/m}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `~/m`, and `/"),
+        ("model: {name_or_path: ~no-user/m}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `~no-user/m`, and `/"),
         ("model: {from_config: no.json, tokenizer: t}\ndata: {train: [{path: b}]}", "`model.from_config` is `no.json`, and `"),
         ("model: {name_or_path: a}\ndata: {chat_template: t.jinja, train: [{path: b}]}", "`data.chat_template` is `t.jinja`"),
     ],
@@ -345,9 +346,15 @@ def test_value_that_can_only_be_a_path_must_exist(tmp_path: Path, text: str, wor
         ("{tmp}/parent", "contains the data or model"),
         ("{tmp}/run", "contains the data or model"),
         ("{tmp}/rows", "contains the data or model"),
+        ("{home}/own/runs", "is inside the training data"),
+        ("{tmp}/globbed", "contains the data or model"),
+        ("{tmp}/built", "contains the data or model"),
     ],
 )
-def test_harmful_output_directory_is_refused(tmp_path: Path, output_dir: str, words: str) -> None:
+def test_harmful_output_directory_is_refused(tmp_path: Path, output_dir: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in ("home/own", "globbed", "built"):
+        (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "file").write_text("")
     (tmp_path / "set").mkdir()
     (tmp_path / "parent" / "set").mkdir(parents=True)
@@ -356,11 +363,18 @@ def test_harmful_output_directory_is_refused(tmp_path: Path, output_dir: str, wo
     (tmp_path / "rows" / "train.jsonl").write_text("")
     package = Path(fsdp_tune.__file__).parent
     place = output_dir.format(tmp=tmp_path, home=Path.home(), package=package)
-    train = "[{path: set}, {path: parent/set}, {path: rows/train.jsonl}]"
+    train = "[{path: set}, {path: parent/set}, {path: rows/train.jsonl}, {path: ~/own}, {path: 'globbed/*.jsonl'}, "
+    train += "{path: json, data_dir: built, data_files: ['*.json']}]"
     extra = f"model: {{name_or_path: run/merged}}\noutput_dir: {place}\ndata: {{train: {train}}}"
     problem = refused("", cwd=tmp_path, text=extra)
     assert (problem.code, problem.where.line) == ("bad-output-dir", 2)
     assert words in problem.message
+
+
+def test_files_of_a_builder_are_in_its_directory(tmp_path: Path) -> None:
+    train = "[{path: json, data_dir: rows, data_files: a.jsonl}, {path: csv, data_dir: /rows, data_files: [b.csv, /c.csv]}]"
+    found = resolved("", cwd=tmp_path, text=f"model: {{name_or_path: a}}\ndata: {{train: {train}}}").recipe.data.train
+    assert [source.data_files for source in found] == [str(tmp_path / "rows/a.jsonl"), ["/rows/b.csv", "/c.csv"]]
 
 
 def test_cache_follows_the_xdg_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ such file, which succeeds for exactly one of several; the highest number is in f
 a file. The owner rewrites its file every few seconds, and looks for a higher number before it completes a file, writes a manifest or
 removes anything.
 
-An owner has ended if it recorded that, if its process would be visible here and is not, or if its file stays as it is for
-`SILENCE_SECONDS`. That is measured by the clock of the store against itself, or by waiting; the clocks of the machines are not compared.
+An owner has ended if it recorded that, if its process would be visible here and is not, if it was an earlier command of this process, or
+if its process is not visible here and its file stays as it is for `SILENCE_SECONDS`. That is measured by the clock of the store against
+itself, or by waiting; the clocks of the machines are not compared.
 
 Not excluded: a request of an owner that was silent for so long and is executed after it was taken over (a suspended machine), a store that
 ignores conditions and two commands that start within seconds. Each file that is damaged so is found by its digest when it is downloaded.
@@ -34,6 +35,8 @@ SETTLE_SECONDS = 3.0
 """After a claim without a condition, until it is read back."""
 RELEASE_SECONDS = 5.0
 """The longest that the end of a command waits for a request of its claim."""
+_KEPT: set[str] = set()
+"""Ids of the claims that writers of this process keep."""
 _NAME = re.compile(rf"{WRITERS}/(\d{{8}})\.json")
 
 
@@ -130,6 +133,7 @@ class Writer:
             if not self._is_mine(number + 1):
                 raise MirrorInUseError(None, is_certain=False)
         self._number = number + 1
+        _KEPT.add(self._record.owner.claim)
         for old in numbers:
             with suppress(UrlError):
                 self._directory.remove(_name(old))
@@ -175,6 +179,7 @@ class Writer:
                     self._write(has_ended=True)
             self._beats = None
         self._number = None
+        _KEPT.discard(self._record.owner.claim)
 
     def _keep(self) -> None:
         while not self._is_lost and not self._ended.wait(BEAT_SECONDS):
@@ -207,10 +212,14 @@ class Writer:
         return record is not None and record.owner.claim == self._record.owner.claim
 
     def _require_dead(self, number: int, raw: bytes | None, other: WriterRecord | None) -> None:
-        """Raises: MirrorInUseError unless the owner of a claim has ended."""
+        """Raises: MirrorInUseError unless the owner of claim `number` has ended. `raw`: its file. `other`: the record in it, if it has one.
+
+        It has ended if its process would be visible here and is not; if it is a command of this process that has released its claim, which
+        the store may not have recorded; or if its process would not be visible here and the file has stayed the same for `SILENCE_SECONDS`.
+        """
+        if other is not None and self._record.owner.is_same_process(other.owner) and other.owner.claim not in _KEPT:
+            return
         runs = is_running(other.owner) if other is not None else None
-        if other is not None and replace(other.owner, claim="", since=0.0) == replace(self._record.owner, claim="", since=0.0):
-            return  # an earlier command of this process
         if runs:
             raise MirrorInUseError(other, is_certain=True)
         if runs is False:

@@ -7,6 +7,7 @@ import glob
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
@@ -130,13 +131,17 @@ def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowS
     if is_url(entry.path):
         return _url_source(entry, key, [entry.path], None, streaming=streaming)
     path = Path(entry.path).expanduser()
-    if path.is_dir():
+    try:
+        is_directory, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # in a directory that may not be entered
+        raise usage_error("data-unreadable", f"`{path}` cannot be read: {error.strerror}", where=where) from error
+    if is_directory:
         return _directory_source(entry, key, path)
-    if path.exists() or glob.has_magic(entry.path):
+    if is_there or glob.has_magic(entry.path):
         _refuse(entry, where, "split", given=entry.split != "train")
         return _file_source(entry, key, _expand([str(path)], where), None)
     if can_only_be_a_path(entry.path):
-        raise _not_found(entry.path, where)
+        raise _not_found(str(path), where)
     if streaming and hub_is_reachable():
         return _source_of_files(entry, key, list_hub_files(entry, where), None)
     return _dataset_source(entry, key, load_from_hub(entry, where))
@@ -297,12 +302,12 @@ def _is_hidden(path: Path, root: Path) -> bool:
 
 
 def _not_found(pattern: str, where: Where) -> FsdpTuneError:
-    path = Path(pattern).absolute()
-    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
     if glob.has_magic(pattern):
         return usage_error("data-not-found", f"no file matches `{pattern}`", where=where)
-    if close:
+    path, siblings = Path(pattern).absolute(), list[str]()
+    with suppress(OSError):  # no such directory, or one that may not be listed
+        siblings = [sibling.name for sibling in path.parent.iterdir()]
+    if close := difflib.get_close_matches(path.name, siblings, n=1):
         hint = f"did you mean `{close[0]}`?"
     elif not path.parent.is_dir():
         hint = f"there is no directory `{path.parent}`"

@@ -83,6 +83,10 @@ class StreamUnit:
         Raises: usage error (exit 2) if the file cannot be read, or has changed when the unit has been read to its end.
         """
         yield from self._rows(start)
+        self._check_stamp()
+
+    def _check_stamp(self) -> None:
+        """Raises: usage error if the file has changed since the unit was created."""
         if (file := self.file) is not None and _stamp(file.path) != self.stamp:
             raise _changed(self.source.names[self.number])
 
@@ -101,19 +105,22 @@ class StreamUnit:
         return Part(start, 1, self._first_byte(self.piece), end)
 
     def counted(self) -> StreamUnit:
-        """Return the unit with the number of its rows, unless that takes a download. Raises: usage error if it is unreadable."""
+        """Return the unit with the number of its rows, unless that takes a download.
+
+        Raises: usage error if it is unreadable, or has changed since the unit was created.
+        """
         file, dataset = self.file, self.source.dataset
         if dataset is not None:
             return replace(self, rows=len(dataset))
         if file is None:
             return replace(self, rows=sum(1 for _ in self.source.read()))
         if file.kind == "parquet":
-            return replace(self, rows=parquet_row_count(file.path))
-        if isinstance(file.path, str):
+            rows = parquet_row_count(file.path)
+        elif isinstance(file.path, str):
             return self
-        rows = arrow_row_count(file.path) if file.kind == "arrow" else count_rows(file.path, file.kind, self._part(0))
-        if _stamp(file.path) != self.stamp:
-            raise _changed(self.source.names[self.number])
+        else:
+            rows = arrow_row_count(file.path) if file.kind == "arrow" else count_rows(file.path, file.kind, self._part(0))
+        self._check_stamp()
         return replace(self, rows=rows)
 
     def locate(self, row: int, column: int | None = None) -> Where:

@@ -222,17 +222,18 @@ class RankWatch:
         """Return whether the ranks of this machine have made no progress for a while, as it reports to the others."""
         return self.silent_seconds > (self._limit(limit_seconds) if self.is_starting else min(limit_seconds / 2, QUIET_SECONDS))
 
-    def silence(self, limit_seconds: float, *, others_are_quiet: bool) -> float | None:
-        """Return the seconds without progress if beyond the limit and all other machines are quiet, else None.
+    def hang_seconds(self, limit_seconds: float, *, others_are_quiet: bool) -> float | None:
+        """Return the seconds without progress of ranks that hang, which are beyond the limit; None if none does.
 
         A hang stops every rank: a hanging rank stops the others at their next collective, and ranks that wait for one that makes progress
-        (such as writing a checkpoint to a slow disk) do not hang. A rank whose process cannot run writes no heartbeat and counts alone.
+        (such as writing a checkpoint to a slow disk) do not hang. So ranks hang when all of this machine are silent and all other machines
+        are quiet. A rank whose process cannot run writes no heartbeat and counts alone, whatever the others do.
         """
         if self.failed_at is not None or all(rank in self.outcomes or rank in self._ended for rank in self._ranks):
             return None
-        if self.silent_seconds <= self._limit(limit_seconds):
+        if not others_are_quiet or self.silent_seconds <= self._limit(limit_seconds):
             return self._frozen_seconds(limit_seconds)
-        if not others_are_quiet or LIVED.now() - self._all_read_at < ALL_ROUND_SECONDS:
+        if LIVED.now() - self._all_read_at < ALL_ROUND_SECONDS:
             return None
         self.read_all()
         silent_seconds = self.silent_seconds

@@ -268,7 +268,7 @@ class Supervisor:
     def _end_if_needed(self, launcher: subprocess.Popen[str], watch: RankWatch) -> Iterator[Event]:
         now = LIVED.now()
         others_are_quiet = self._machines.share_quiet(is_quiet=watch.is_quiet(self._hang_seconds))
-        silent_seconds = watch.silence(self._hang_seconds, others_are_quiet=others_are_quiet) if self._stuck is None else None
+        silent_seconds = watch.hang_seconds(self._hang_seconds, others_are_quiet=others_are_quiet) if self._stuck is None else None
         if self._machines.is_poll_due():
             silent_seconds = silent_seconds or self._machines.silent_seconds_elsewhere()
             self._elsewhere = self._machines.failure_elsewhere()

@@ -306,7 +306,10 @@ def _without_negations(options: dict[str, object], tool: str | None) -> dict[str
 
 
 def _torchtune_options(words: list[str]) -> dict[str, object]:
-    """Return the words after the recipe's name in `tune run`: `--config FILE`, and `key.inner=value` as in OmegaConf."""
+    """Return the words after the recipe's name in `tune run`: `--config FILE`, and `key.inner=value` as in OmegaConf.
+
+    Raises: usage error for a key that is given twice.
+    """
     values: dict[str, object] = {}
     for before, word in itertools.pairwise(["", *words]):
         if before == "--config":
@@ -315,6 +318,7 @@ def _torchtune_options(words: list[str]) -> dict[str, object]:
             values["config"] = word.partition("=")[2]
         elif "=" in word and not word.startswith("-"):
             name, _, text = word.partition("=")
+            _refuse_second(name, values, name)
             values[name] = _part_of(word, text)
         elif word.startswith("~"):
             values[word[1:]] = None
@@ -342,38 +346,46 @@ def _program(words: list[str]) -> tuple[int, str | None]:
 
 
 def _options(words: list[str], *, is_launcher: bool) -> dict[str, object]:
-    """Return the options: `--name value`, `--name=value`, `--name a b`, and `--name` alone, which is true.
+    """Return the options: `--name value`, `--name=value`, `--name a b`, `--name` alone, which is true, and `name=value` of a program.
 
-    Words before the first option are left out, except a file of options, as `llamafactory-cli train FILE` takes it.
+    The other words that are no value of an option are left out, except a file of options, as `llamafactory-cli train FILE` takes it.
+    `--` ends the values of an option. An option of a launcher has one value at most.
+
+    Raises: usage error for an option that is given twice.
     """
-    values: dict[str, object] = {}
+    values: dict[str, list[object]] = {}
     name: str | None = None
     for word in words:
-        if word.startswith("-") and not _is_number(word):
+        if word == "--":
+            name = None
+        elif word.startswith("-") and not _is_number(word):
             raw, sign, value = word.lstrip("-").partition("=")
             name = raw.replace("-", "_")
-            if name in values:
-                raise usage_error("duplicate-key", f"`--{raw}` is given twice", hint="keep one of them")
-            values[name] = _part_of(word, value) if sign else True
+            _refuse_second(name, values, f"--{raw}")
+            values[name] = [_part_of(word, value)] if sign else []
             if sign or (is_launcher and name in _SWITCHES):
                 name = None
-        elif name is None:
-            if not is_launcher and word.endswith((".yaml", ".yml", ".json")):
-                values["config"] = word
-            elif not is_launcher and "=" in word:
-                raw, _, value = word.partition("=")
-                values[raw] = _part_of(word, value)
-        elif values[name] is True:
-            values[name] = _scalar(word)
+        elif name is not None:
+            values[name].append(_scalar(word))
             name = None if is_launcher else name
-        else:
-            there = values[name]
-            values[name] = [*there, _scalar(word)] if isinstance(there, list) else [there, _scalar(word)]
-    return values
+        elif not is_launcher and "=" in word:
+            raw, _, value = word.partition("=")
+            _refuse_second(raw, values, raw)
+            values[raw] = [_part_of(word, value)]
+        elif not is_launcher and word.endswith((".yaml", ".yml", ".json")):
+            _refuse_second("config", values, "config")
+            values["config"] = [word]
+    return {name: True if not parts else parts[0] if len(parts) == 1 else parts for name, parts in values.items()}
+
+
+def _refuse_second(name: str, values: Mapping[str, object], shown: str) -> None:
+    """Raises: usage error for an option that is there already."""
+    if name in values:
+        raise usage_error("duplicate-key", f"`{shown}` is given twice", hint="keep one of them")
 
 
 def _is_number(word: str) -> bool:
-    return re.fullmatch(r"-[0-9.]+(e-?[0-9]+)?", word) is not None
+    return re.fullmatch(r"-[0-9.]+(e[+-]?[0-9]+)?", word, re.IGNORECASE) is not None
 
 
 def _part_of(word: str, text: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -61,7 +62,11 @@ _RENAME_KEYS = "messages have `role` and `content`, or `from` and `value`: renam
 
 
 def _type(key: FileKey) -> Outcome:
-    """The name of a prompt strategy, or a mapping with the columns of one of the user's own."""
+    """The name of a prompt strategy, or a mapping with the columns of one of the user's own.
+
+    A strategy's plain name is written as the format. A variant, as in `alpaca:chat` and `alpaca.load_no_prompt`, has prompts of its own:
+    a question.
+    """
     target = (*key.place, "format")
     if isinstance(key.value, dict):
         if not key.mapping.get("format"):
@@ -72,11 +77,10 @@ def _type(key: FileKey) -> Outcome:
         words = f"write the prompts into the rows: `jq -c {shlex.quote(program)} ROWS.jsonl > NEW.jsonl`, and read `path: NEW.jsonl`"
         return Ask(f'{words}; `data: {{separator: ""}}`', target)
     outcome = OF_A_SOURCE["type"].outcome(key.value)
-    kind, _, variant = str(key.value).partition(".")
-    if isinstance(outcome, Write) and not variant:
+    if isinstance(outcome, Write):
         # `chat_template` is the type of sharegpt rows too: the names of their keys decide.
-        write = Write({target: in_entry(outcome)[("format",)]}, weight=Weight.IMPLIED if kind == "chat_template" else Weight.GIVEN)
-        if kind != "alpaca":
+        write = Write({target: in_entry(outcome)[("format",)]}, weight=Weight.IMPLIED if key.value == "chat_template" else Weight.GIVEN)
+        if key.value != "alpaca":
             return write
         template = Also((*key.place, "chat_template"), NO_TEMPLATE, "default of axolotl: by the prompts of Stanford Alpaca")
         return [write, template, Also("data.separator", "\n", "default of axolotl: the answer is on its own line")]
@@ -238,7 +242,7 @@ def _chat_template(key: FileKey) -> Outcome:
 
 def _kind(entry: dict[str, object]) -> str:
     """Return the type of a data set without its variant."""
-    return str(entry.get("type", "")).partition(".")[0]
+    return re.split("[.:]", str(entry.get("type", "")))[0]
 
 
 def _entries(ledger: LedgerView) -> dict[KeyPath, dict[str, object]]:

@@ -134,16 +134,18 @@ class Sums:
         }
 
 
-def memory(device: torch.device) -> dict[str, float | None]:
-    """Peaks of this rank in GiB since the start: the allocator's on an accelerator, the process's resident memory on the host."""
+def peak_memory_gib(device: torch.device) -> dict[str, float | None]:
+    """Return peaks of this rank in GiB since the start: the resident memory of the process, and what its device's allocator counted.
+
+    None for what the device's module in torch does not count: on a CPU, on an Apple GPU.
+    """
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / GIB
-    if device.type != "cuda":
-        return {"peak_allocated_gib": None, "peak_reserved_gib": None, "peak_host_gib": host}
-    return {
-        "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
-        "peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
-        "peak_host_gib": host,
-    }
+
+    def peak(kind: str) -> float | None:
+        count = getattr(getattr(torch, device.type, None), f"max_memory_{kind}", None)
+        return None if count is None else count(device) / GIB
+
+    return {"peak_allocated_gib": peak("allocated"), "peak_reserved_gib": peak("reserved"), "peak_host_gib": host}
 
 
 def device_peak_flops(device: torch.device) -> float | None:
@@ -220,7 +222,7 @@ class Lines(StepObserver):
             "data_wait_seconds": totals["data_wait_seconds"] / steps,
             "checkpoint_stall_seconds": stall_seconds,
             "mfu": mfu(self._model, totals["attended_length"], speed, self._peak_flops) if self._model else None,
-            **memory(self._device),
+            **peak_memory_gib(self._device),
             **{f"source_{name}_loss": loss for name, loss in zip(self._sources, totals["source_losses"], strict=True)},
         }
 

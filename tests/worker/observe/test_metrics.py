@@ -19,7 +19,7 @@ from fsdp_tune.core.gpus import ModelDimensions
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import LossScaleBackedOff, TrainFinished
 from fsdp_tune.run.metrics_file import MetricsFile
-from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size
+from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size, peak_memory_gib
 from fsdp_tune.worker.step_observer import LoggedStep
 from tests.ranks import Ranks
 
@@ -201,3 +201,22 @@ def test_mfu_counts_active_parameters(active: int | None) -> None:
 
 def test_cpu_has_no_known_peak() -> None:
     assert device_peak_flops(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "counts", "allocated", "reserved"),
+    [
+        ("cuda", SimpleNamespace(max_memory_allocated=lambda _: 2 << 30, max_memory_reserved=lambda _: 3 << 30), 2.0, 3.0),
+        ("xpu", SimpleNamespace(max_memory_allocated=lambda _: 2 << 30, max_memory_reserved=lambda _: 3 << 30), 2.0, 3.0),
+        ("mtia", SimpleNamespace(max_memory_allocated=lambda _: 2 << 30), 2.0, None),
+        ("mps", SimpleNamespace(), None, None),
+        ("cpu", SimpleNamespace(), None, None),
+    ],
+)
+def test_peak_memory_is_that_of_the_allocator_of_any_accelerator(
+    monkeypatch: pytest.MonkeyPatch, device: str, counts: Any, allocated: float | None, reserved: float | None
+) -> None:
+    monkeypatch.setattr(torch, device, counts)
+    found = peak_memory_gib(torch.device(device))
+    assert (found["peak_allocated_gib"], found["peak_reserved_gib"]) == (allocated, reserved)
+    assert (found["peak_host_gib"] or 0.0) > 0.0
