@@ -170,8 +170,9 @@ def test_job_that_was_suspended_as_a_whole_does_not_hang(ranks_of: Callable[[int
     assert found <= 5 + 3
 
 
+@pytest.mark.parametrize("status", [psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP])
 def test_disk_that_refuses_heartbeats_is_no_hang_until_it_takes_them(
-    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+    status: str, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, refusal = ranks_of(2), ["logs cannot be written (No space left on device)"]
     watch = RankWatch(ranks.run, range(2))
@@ -179,7 +180,7 @@ def test_disk_that_refuses_heartbeats_is_no_hang_until_it_takes_them(
     assert watch.disk_refusal is None
     monkeypatch.setattr(watches, "disk_refusal", lambda _: refusal[0] if refusal else None)
     ranks.stopped |= {0, 1}
-    ranks.processes = {rank: SimpleNamespace(pid=rank, status=lambda: psutil.STATUS_RUNNING) for rank in ranks.processes}
+    ranks.processes = {rank: SimpleNamespace(pid=rank, status=lambda: status) for rank in ranks.processes}
     watch.processes.update(ranks.processes)
     assert ranks.hang_found_after(watch, 10 * LIMIT_SECONDS) is None
     assert watch.disk_refusal == refusal[0]

@@ -248,15 +248,17 @@ class RankWatch:
     def _frozen_seconds(self, limit_seconds: float) -> float | None:
         """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond the limit.
 
-        Before the first one a rank in the kernel reads its libraries, and only a stopped one counts.
+        Before the first one a rank in the kernel reads its libraries, and only a stopped one counts. As long as the disk takes no heartbeats,
+        there is no last one.
         """
         now = LIVED.now()
         for rank, sign in self._signs.items():
-            if rank not in self._ended and rank not in self.outcomes and now - sign.written_at > limit_seconds:
+            if rank not in self._ended and rank not in self.outcomes and now - max(sign.written_at, self._refused_at) > limit_seconds:
                 self._read(rank)
                 process, states = self.processes.get(rank), HELD if sign.beat is None else STATES
-                if now - sign.written_at > limit_seconds and process is not None and _status(process) in states:
-                    return now - sign.written_at
+                silent_seconds = now - max(sign.written_at, self._refused_at)
+                if silent_seconds > limit_seconds and process is not None and _status(process) in states:
+                    return silent_seconds
         return None
 
     def stacks(self) -> tuple[list[RankState], dict[int, str]]:
