@@ -248,8 +248,8 @@ class RankWatch:
     def _frozen_seconds(self, limit_seconds: float) -> float | None:
         """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond the limit.
 
-        Before the first one a rank in the kernel reads its libraries, and only a stopped one counts. As long as the disk takes no heartbeats,
-        there is no last one.
+        Before the first one a rank in the kernel reads its libraries, and only a stopped one counts. While the disk takes no heartbeats
+        none is missed.
         """
         now = LIVED.now()
         for rank, sign in self._signs.items():
