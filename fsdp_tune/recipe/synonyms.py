@@ -205,6 +205,15 @@ def _tracker(name: str) -> Convert:
     return lambda value: _write(f"launch.env.WANDB_{name.upper()}", str(value))
 
 
+STRATEGIES_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    "FULL_SHARD": ("zero3", "zerostage3", "stage3", "deepspeedzero3", "fsdp", "fsdp1", "fsdp2", "full", "sharded"),
+    "SHARD_GRAD_OP": ("zero2", "zerostage2", "stage2", "deepspeedzero2", "zero1", "zerostage1", "stage1", "deepspeedzero1"),
+    "HYBRID_SHARD": ("hybrid", "hsdp", "hybridzero3", "hybridfsdp"),
+    "HYBRID_SHARD_ZERO2": ("hybridzero2", "hsdpzero2"),
+    "NO_SHARD": ("ddp", "dp", "dataparallel", "distributeddataparallel", "multigpu", "zero0", "stage0", "none", "replicated"),
+}
+"""What other tools call a sharding strategy, for hints: in lower case, letters and digits alone."""
+
 _FORMATS = {
     **dict.fromkeys(("completion", "pretrain"), "text"),
     "chat_template": "messages",

@@ -317,7 +317,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("missing machines not named", "launch.machines.launches:Machines.gather", always("present others"), rows="F031"),
     plant(
         "launcher traceback shown instead of the rank's",
-        "launch.supervise.judge:first_exception",
+        "launch.supervise.end_of_launch:first_exception",
         replace("text.find", "text.rfind"),
         rows="F036",
     ),
@@ -402,10 +402,10 @@ PLANTS: tuple[Plant, ...] = (
     plant("fault of a GPU not recognised", "worker.main:_outcome_of", never("device_fault"), rows="F143"),
     plant(
         "message of the watchdog ignored",
-        "launch.supervise.judge:native_end",
+        "launch.supervise.end_of_launch:native_end",
         result("None"),
         rows="F144",
-        by=("launch/test_rank_watch_verdict.py::rank_that_the_watchdog_ended_has_its_message",),
+        by=("launch/test_end_of_launch.py::rank_that_the_watchdog_ended_has_its_message",),
     ),
     plant(
         "refused pinned memory taken for the device's",

@@ -11,10 +11,11 @@ import pytest
 from fsdp_tune.recipe import fsdp_arguments as fsdp
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.synonyms import STRATEGIES_ELSEWHERE
 
 
 def test_each_name_that_a_recipe_takes_has_its_row() -> None:
-    assert sorted(STRATEGIES) == sorted(get_args(ShardingStrategy))
+    assert sorted(STRATEGIES) == sorted(get_args(ShardingStrategy)) == sorted(STRATEGIES_ELSEWHERE)
 
 
 def test_strategy_numbers_equal_torch() -> None:

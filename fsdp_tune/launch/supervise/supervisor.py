@@ -29,8 +29,8 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
+from fsdp_tune.launch.supervise.end_of_launch import LaunchObservation, judge
 from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text, with_launcher_state
-from fsdp_tune.launch.supervise.judge import LaunchObservation, judge
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import Continued, TrainStarted, read_event

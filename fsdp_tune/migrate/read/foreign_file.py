@@ -17,7 +17,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.core.values import is_mapping
 from fsdp_tune.migrate.read.batch_options import BatchOption, batch_options, variables
 from fsdp_tune.migrate.read.command_line import ForeignCommand, command_in, parse_command, starter
-from fsdp_tune.migrate.read.engine_manifest import EngineManifest, manifest_in
+from fsdp_tune.migrate.read.job_manifest import JobManifest, manifest_in
 from fsdp_tune.migrate.read.notebook import code_cells, shell_script
 from fsdp_tune.migrate.read.python_script import MOST_BYTES, read_script
 from fsdp_tune.migrate.read.shell_script import Unexpanded
@@ -97,14 +97,14 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     return found
 
 
-def _manifest(text: str, path: Path) -> EngineManifest | None:
+def _manifest(text: str, path: Path) -> JobManifest | None:
     try:
         return manifest_in(text, str(path))
     except FsdpTuneError as error:
         raise FsdpTuneError(*(about_the_file(problem) for problem in error.problems)) from error
 
 
-def _nothing_to_import(manifest: EngineManifest, path: Path) -> FsdpTuneError:
+def _nothing_to_import(manifest: JobManifest, path: Path) -> FsdpTuneError:
     """Return the error of a manifest whose containers start no trainer."""
     message = f"this is a manifest for {manifest.engine}, and none of its commands starts a trainer with options that can be read"
     way = f"; `{manifest.way} RECIPE` writes such a manifest" if manifest.way else ""
@@ -239,7 +239,7 @@ def _yaml(text: str, path: Path, tool: str) -> ForeignFile:
     return ForeignFile(path, tool, values, lines, above, beside)
 
 
-def _machines(manifest: EngineManifest, command: ForeignCommand) -> dict[str, int]:
+def _machines(manifest: JobManifest, command: ForeignCommand) -> dict[str, int]:
     """Return the machines that run a command, under the key that says whether they train as one, and the ranks of each."""
     containers, started_by = manifest.containers_at(command.line), starter(command.words)
     found = {"machines" if started_by in manifest.joined else "nodes": containers.machines} if containers.machines > 1 else {}

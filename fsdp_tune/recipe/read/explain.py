@@ -17,8 +17,8 @@ from fsdp_tune.recipe.schema.kinds import Text
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.recipe import Training
 from fsdp_tune.recipe.schema.sections import EVAL_TAGS
-from fsdp_tune.recipe.schema.strategies import STRATEGIES
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, installed_transformers, mismatch, owner_of, version_gap
+from fsdp_tune.recipe.synonyms import STRATEGIES_ELSEWHERE
 
 
 def node_at(tree: Node, path: Sequence[str | int]) -> Node | None:
@@ -228,7 +228,7 @@ def _number_in(text: str, *, is_whole: bool) -> str | None:
 def _strategy(text: str, options: Sequence[str]) -> str | None:
     """Return the sharding strategy that another tool, or another way of writing, calls `text`: FULL_SHARD for `zero-3`."""
     letters = re.sub("[^a-z0-9]", "", text.lower())
-    named = (name for name, row in STRATEGIES.items() if letters in (*row.other_names, name.lower().replace("_", "")))
+    named = (name for name, others in STRATEGIES_ELSEWHERE.items() if letters in (*others, name.lower().replace("_", "")))
     return next((name for name in named if name in options), None)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.launch.supervise.judge import Death, LaunchObservation, first_exception, judge
+from fsdp_tune.launch.supervise.end_of_launch import Death, LaunchObservation, first_exception, judge
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Outcome, Verdict
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.migrate.read.engine_manifest import manifest_in
+from fsdp_tune.migrate.read.job_manifest import manifest_in
 from tests.migrate.imports import from_text, questions, refusal, row, values
 
 OPTIONS = "--model_name_or_path acme/base --dataset_name acme/chats --per_device_train_batch_size 2 --learning_rate 2e-5"

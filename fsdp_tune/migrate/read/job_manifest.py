@@ -33,7 +33,7 @@ class Containers:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineManifest:
+class JobManifest:
     engine: str
     """Its name for people, with the kind of the manifest."""
     way: str
@@ -58,7 +58,7 @@ class EngineManifest:
         return Containers("")
 
 
-def manifest_in(text: str, source: str = "") -> EngineManifest | None:
+def manifest_in(text: str, source: str = "") -> JobManifest | None:
     """Return the manifest in a YAML file; None for a file that is not one. Raises: FsdpTuneError for text that has no tree."""
     if _BEGINS.search(text) is None:
         return None
@@ -72,7 +72,7 @@ def manifest_in(text: str, source: str = "") -> EngineManifest | None:
         return _dstack(values)
     if is_mapping(values.get("services")):
         scripts = [_of_service(as_mapping(each)) for each in as_mapping(values["services"]).values()]
-        return EngineManifest("Docker Compose", "", tuple(Containers(script) for script in dict.fromkeys(scripts) if script))
+        return JobManifest("Docker Compose", "", tuple(Containers(script) for script in dict.fromkeys(scripts) if script))
     return None
 
 
@@ -138,7 +138,7 @@ class _Replaced:
 # ---- Engines
 
 
-def _kubernetes(documents: list[dict[str, object]]) -> EngineManifest:
+def _kubernetes(documents: list[dict[str, object]]) -> JobManifest:
     found = [(document, *each) for document in documents for each in _containers(document, 1)]
     kinds = dict.fromkeys(str(document.get("kind")) for document, _, _ in found)
     groups: dict[str, list[tuple[dict[str, str | None], int]]] = {}
@@ -159,7 +159,7 @@ def _kubernetes(documents: list[dict[str, object]]) -> EngineManifest:
     sizes = {size for document in documents if (size := as_mapping(as_mapping(document.get("spec")).get(_GROUP)).get("size"))}
     known = _known(LWS_GROUP_SIZE=_count(sizes.pop())) if len(sizes) == 1 else {}
     joined = _JOINED.get(next(iter(kinds)), frozenset[str]()) if len(kinds) == 1 else frozenset[str]()
-    return EngineManifest(name, "fsdp-tune submit kubernetes", tuple(containers), known, joined)
+    return JobManifest(name, "fsdp-tune submit kubernetes", tuple(containers), known, joined)
 
 
 def _only(values: set[int | None]) -> int | None:
@@ -248,21 +248,21 @@ def _split(text: str) -> list[str]:
         return text.split()
 
 
-def _skypilot(values: dict[str, object]) -> EngineManifest:
+def _skypilot(values: dict[str, object]) -> JobManifest:
     machines = _count(values.get("num_nodes"))
     gpus = as_mapping(values.get("resources")).get("accelerators")
     known = _known(SKYPILOT_NUM_NODES=machines, SKYPILOT_NUM_GPUS_PER_NODE=_gpus(gpus))
     script = f"{_exported(_variables(values.get('envs')))}{values['run']}"
-    return EngineManifest("SkyPilot", "fsdp-tune submit skypilot", (Containers(script, machines),), known)
+    return JobManifest("SkyPilot", "fsdp-tune submit skypilot", (Containers(script, machines),), known)
 
 
-def _dstack(values: dict[str, object]) -> EngineManifest:
+def _dstack(values: dict[str, object]) -> JobManifest:
     machines = _count(values.get("nodes"))
     gpus = _gpus(as_mapping(values.get("resources")).get("gpu"))
     known = _known(DSTACK_NODES_NUM=machines, DSTACK_GPUS_PER_NODE=gpus, DSTACK_GPUS_NUM=gpus and gpus * machines)
     commands = "\n".join(str(each) for each in as_list(values["commands"]))
     script = f"{_exported(_variables(values.get('env')))}{commands}"
-    return EngineManifest("dstack", "fsdp-tune submit dstack", (Containers(script, machines),), known)
+    return JobManifest("dstack", "fsdp-tune submit dstack", (Containers(script, machines),), known)
 
 
 def _known(**values: int | None) -> dict[str, str]:
