@@ -24,6 +24,7 @@ from fsdp_tune.migrate.rules import (
     fine_or,
     implies,
     in_source,
+    is_on,
     lora_targets,
     of_the_set,
     off_or,
@@ -120,9 +121,24 @@ def _interleaved(key: FileKey) -> Outcome:
     return Write({(*TRAIN, index, "weight"): float(share) for index, share in enumerate(key.items)})
 
 
+def _half_of(dtype_name: object) -> str:
+    """Return the half precision that ms-swift switches on for weights of a dtype, unless its key says something."""
+    return "bf16" if dtype_name in ("bfloat16", "bf16") else "fp16"
+
+
 def _torch_dtype(key: FileKey) -> Outcome:
-    computed = "bf16" if key.value in ("bfloat16", "bf16") else "fp16"
-    return [*steps(dtype(key)), Also("precision.mixed_precision", computed, f"{key.name}: ms-swift computes in half precision")]
+    half = _half_of(key.value)
+    if (given := key.of_file(half)) is not None and not is_on(given):
+        return [*steps(dtype(key)), Also("precision.mixed_precision", "no", f"{half}: off")]
+    return [*steps(dtype(key)), Also("precision.mixed_precision", half, f"{key.name}: ms-swift computes in half precision")]
+
+
+def _bf16(key: FileKey) -> Outcome:
+    """Off, it leaves fp16 on that ms-swift switches on for weights in fp32 or fp16."""
+    weights, fp16 = key.of_file("torch_dtype"), key.of_file("fp16")
+    if weights is not None and _half_of(weights) == "fp16" and fp16 is None and not is_on(key.value):
+        return Drop("off: ms-swift computes in fp16 unless `fp16` is off too")
+    return by_name(key)
 
 
 _STAGES = {"0": "NO_SHARD", "1": "SHARD_GRAD_OP", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}
@@ -148,6 +164,7 @@ SWIFT_RULES: Rules = {
     **each(("train_type", "tuner_type", "sft_type"), method),
     "target_modules": lora_targets,
     "torch_dtype": _torch_dtype,
+    "bf16": _bf16,
     "new_special_tokens": _new_tokens,
     "interleave_prob": _interleaved,
     "stopping_strategy": same("data.mixture.stopping_strategy"),

@@ -1,0 +1,33 @@
+"""Options of ms-swift, TRL and `run_clm.py` that mean something of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.migrate.imports import from_text
+
+SWIFT = "swift sft --model acme/m --dataset rows.jsonl --tuner_type full --template llama3 --learning_rate 1e-4 {}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "computed"),
+    [
+        ("--torch_dtype float32", "fp16"),  # ms-swift switches fp16 on unless the command says something
+        ("--torch_dtype float32 --fp16 false", "no"),
+        ("--fp16 false --torch_dtype float32", "no"),
+        ("--torch_dtype float32 --fp16 false --bf16 false", "no"),
+        ("--torch_dtype float32 --bf16 false", "fp16"),
+        ("--bf16 false --torch_dtype float16", "fp16"),
+        ("--torch_dtype float32 --fp16 false --bf16 true", "bf16"),
+        ("--torch_dtype bfloat16", "bf16"),
+        ("--torch_dtype bfloat16 --bf16 false", "no"),
+        ("--torch_dtype bfloat16 --fp16 false", "bf16"),
+        ("--bf16 false", "no"),
+        ("", "bf16"),
+    ],
+)
+def test_ms_swift_computes_in_the_half_precision_of_the_weights_unless_it_is_off(options: str, computed: str, tmp_path: Path) -> None:
+    found = from_text(tmp_path, SWIFT.format(options), "train.sh")
+    assert found.recipe.precision.mixed_precision == computed
