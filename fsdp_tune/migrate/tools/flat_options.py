@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdp_tune.migrate.general import DFT, by_name, chat_template, dtype, sources
+from fsdp_tune.migrate.general import DFT, by_name, dtype, sources
 from fsdp_tune.migrate.ledger import Ledger, LedgerView
 from fsdp_tune.migrate.read.command_line import COMMAND
 from fsdp_tune.migrate.rules import (
@@ -29,6 +29,7 @@ from fsdp_tune.migrate.rules import (
     of_the_set,
     off_or,
     outcome_of,
+    remarked,
     renamed,
     same,
     section,
@@ -37,6 +38,7 @@ from fsdp_tune.migrate.rules import (
 from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Tool
 from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL, DROPPED, SPLIT, packing_strategy
+from fsdp_tune.migrate.tools.swift_templates import said_of_model, template
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
 from fsdp_tune.recipe.read.tool_detection import EXAMPLES, SWIFT, TRL
@@ -79,7 +81,8 @@ def _named_datasets(place: KeyPath) -> Rule:
 
 def _model(key: FileKey) -> Outcome:
     is_local = str(key.value).startswith((".", "/"))
-    return Write({"model.name_or_path": key.value}, "" if is_local else "an id of ModelScope there, of the Hugging Face hub here")
+    written = Write({"model.name_or_path": key.value}, "" if is_local else "an id of ModelScope there, of the Hugging Face hub here")
+    return remarked(written, said_of_model(key))
 
 
 def _pretraining(key: FileKey) -> Outcome:
@@ -179,7 +182,7 @@ SWIFT_RULES: Rules = {
     "loss_scale": _unless_pretraining(_loss_scale),
     "truncation_strategy": _truncation,
     "deepspeed": _sharding,
-    "template": _unless_pretraining(chat_template),
+    "template": _unless_pretraining(template),
     "sequence_parallel_size": same("parallelism.sp_size"),
     "attn_impl": _attention,
     "streaming": same("data.streaming"),

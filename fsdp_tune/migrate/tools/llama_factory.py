@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path as FilePath
 
 from fsdp_tune.core.values import as_mapping, is_list
@@ -29,6 +28,7 @@ from fsdp_tune.migrate.rules import (
     is_on,
     off_or,
     outcome_of,
+    remarked,
     renamed,
     same,
     switch,
@@ -233,9 +233,7 @@ def _template(key: FileKey) -> Outcome:
     outcome = outcome_of(found, key)
     if str(key.value) not in LINE_ENDS or _trains_all(key):
         return outcome
-    if isinstance(outcome, Ask):
-        return replace(outcome, words=f"{outcome.words}. {_LINE_END}")
-    return replace(outcome, reason=_LINE_END) if isinstance(outcome, Write) else outcome
+    return outcome if isinstance(outcome, Drop) else remarked(outcome, _LINE_END)
 
 
 def _stage(key: FileKey) -> Outcome:
