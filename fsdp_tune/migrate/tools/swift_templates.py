@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_tune.migrate.general import chat_template
 from fsdp_tune.migrate.read.command_line import COMMAND
-from fsdp_tune.migrate.rules import FileKey, Outcome, is_on, outcome_of, remarked
+from fsdp_tune.migrate.rules import FileKey, Outcome, is_on, remarked
 
 LINE_ENDS = frozenset(
     (
@@ -41,7 +41,7 @@ def _trains_answers(key: FileKey) -> bool:
 
 
 def template(key: FileKey) -> Outcome:
-    outcome = outcome_of(chat_template, key)
+    outcome = chat_template(key)
     return remarked(outcome, _LINE_END) if str(key.value) in LINE_ENDS and _trains_answers(key) else outcome
 
 
