@@ -46,6 +46,9 @@ from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MEDIA = "models with images or sound are not trained here"
 """Said of an option."""
+JOINED = "a row's `input` follows its `instruction` after an empty line here, after one line end there"
+"""Said of rows of Alpaca's format, whose own prompt has an empty line. LLaMA-Factory joins the two in its data/converter.py, ms-swift in
+dataset/preprocessor/core.py."""
 FIRST: KeyPath = (*TRAIN, 0)
 
 
@@ -74,14 +77,16 @@ def _named_datasets(place: KeyPath) -> Rule:
                 words = f"ms-swift draws {match['rows']} rows, and repeats those of a smaller set; here it is the most, from the first on"
                 decisions.append(Decide((*place, index, "max_rows"), words))
         from_hub = any("/" in name and not name.startswith((".", "/")) for name in names)
-        return [*decisions, Write(settings, "ids are of ModelScope there, of the Hugging Face hub here" if from_hub else "")]
+        said = ["ids are of ModelScope there, of the Hugging Face hub here"] if from_hub else []
+        said += [] if key.of_file(COMMAND) == "pt" else [JOINED]
+        return [*decisions, Write(settings, "; ".join(said))]
 
     return rule
 
 
 def _model(key: FileKey) -> Outcome:
-    is_local = str(key.value).startswith((".", "/"))
-    written = Write({"model.name_or_path": key.value}, "" if is_local else "an id of ModelScope there, of the Hugging Face hub here")
+    is_id = re.fullmatch(r"[^/.~][^/]*/[^/]+", str(key.value)) is not None
+    written = Write({"model.name_or_path": key.value}, "an id of ModelScope there, of the Hugging Face hub here" if is_id else "")
     return remarked(written, said_of_model(key))
 
 

@@ -34,7 +34,7 @@ from fsdp_tune.migrate.rules import (
     switch,
 )
 from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Method, Tool
-from fsdp_tune.migrate.tools.flat_options import MEDIA, method, unless_pretraining
+from fsdp_tune.migrate.tools.flat_options import JOINED, MEDIA, method, unless_pretraining
 from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
@@ -52,8 +52,6 @@ _COLUMNS = {
     "tools": "tools",
 }
 """Contents of a column in LLaMA-Factory, and the name of that column here."""
-_JOINED = "; a row's `input` follows its `instruction` after an empty line here, after one line end there"
-"""`"\\n".join(query)` in its data/converter.py. Alpaca's own prompt has an empty line."""
 
 LINE_ENDS = frozenset(
     (
@@ -124,7 +122,7 @@ def _listed_datasets(place: KeyPath) -> Rule:
             texts = [step for name, target in places for step in _text_steps(name, as_mapping(key.of_file(INFO, name)), target)]
             return [*texts, Write(settings, f"by {INFO}"), *entries]
         is_alpaca = any((key.of_file(INFO, name, "formatting") or "alpaca") == "alpaca" for name in names)
-        return [Write(settings, f"by {INFO}{_JOINED if is_alpaca else ''}{said}"), *entries]
+        return [Write(settings, f"by {INFO}{f'; {JOINED}' if is_alpaca else ''}{said}"), *entries]
 
     return rule
 
