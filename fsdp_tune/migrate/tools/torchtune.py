@@ -184,9 +184,7 @@ def _longest(key: FileKey) -> Outcome:
     builders = [_last_name(as_mapping(each).get(COMPONENT)) for each in as_items(key.of_file("dataset") or [])]
     if _family(key) != "qwen2" or all(name in _TEXTS for name in builders):
         return outcome
-    words = (
-        "with a limit, torchtune's tokenizer of Qwen trains the last token of no row: its model does not learn to stop, and here it does"
-    )
+    words = "with a limit, torchtune's tokenizer of Qwen trains the last token of no row, which ends its last answer; here it is trained"
     return remarked(outcome, words)
 
 
