@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ from fsdp_tune.comparison.causes import is_named
 from fsdp_tune.core import atomic
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.core.values import as_items
 from fsdp_tune.data.format.templates import BUNDLED
 from fsdp_tune.jobs.answers import ImportedKey
 from fsdp_tune.jobs.compare import compare
@@ -22,6 +24,7 @@ from fsdp_tune.migrate.ledger import Fate
 from fsdp_tune.recipe.key_paths import dotted
 from fsdp_tune.recipe.read.tool_detection import OPTION_NAMES
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.recipe.schema.sections import BUILDERS, DataSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +156,17 @@ def _unchecked(recipe: Recipe) -> tuple[str, ...]:
     name = recipe.model.name_or_path
     if name is not None and not Path(name).is_dir():
         found.append(f"the model `{name}` is not on this machine: its architecture, tokenizer and chat template")
-    missing = [source.path for _, source in recipe.data.sources if not Path(source.path).exists()]
+    missing = [name for _, source in recipe.data.sources for name in _missing_rows(source)]
     if missing:
         found.append(
             f"the rows of {', '.join(f'`{path}`' for path in dict.fromkeys(missing))} are not on this machine: their columns and format"
         )
     return tuple(found)
+
+
+def _missing_rows(source: DataSource) -> list[str]:
+    """Return what is not on this machine of the rows of a source: its path, or files of it where that is their kind."""
+    names = [source.path]
+    if source.path in BUILDERS and source.data_files:
+        names = [str(Path(source.data_dir or "", str(name))) for name in as_items(source.data_files)]
+    return [name for name in names if not Path(name).exists() and not glob.glob(name, recursive=True)]  # noqa: PTH207  absolute patterns

@@ -127,6 +127,17 @@ def steps(outcome: Outcome) -> list[Step]:
     return outcome if isinstance(outcome, list) else [outcome]
 
 
+def remarked(outcome: Outcome, words: str) -> Outcome:
+    """Return an outcome about one key that also says `words`, which may be none."""
+    match outcome:
+        case Write() | Drop():
+            return replace(outcome, reason=f"{outcome.reason}. {words}" if outcome.reason and words else outcome.reason or words)
+        case Ask():
+            return replace(outcome, words=f"{outcome.words}. {words}" if words else outcome.words)
+        case _:
+            return outcome
+
+
 # ---- Rules that differ in their constants
 
 

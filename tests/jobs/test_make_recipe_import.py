@@ -13,6 +13,7 @@ from fsdp_tune.comparison.environments import ObservingChild
 from fsdp_tune.jobs.import_recipe import check_import
 from tests.jobs.sides import LLAMA, in_process
 from tests.migrate.foreign_files import ACCELERATE, AXOLOTL
+from tests.migrate.imports import TORCHTUNE_STEP
 
 
 @pytest.fixture
@@ -119,3 +120,17 @@ def test_recipe_without_model_and_rows_cannot_be_checked(tmp_path: Path) -> None
     (tmp_path / "fsdp.yaml").write_text(ACCELERATE, encoding="utf-8")
     with pytest.raises(fsdp_tune.FsdpTuneError, match="names model and rows"):
         fsdp_tune.import_recipe(tmp_path / "fsdp.yaml", output=tmp_path / "r.yaml", check=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [("rows.jsonl", []), ("[rows.jsonl, more.jsonl]", ["more.jsonl"]), ("'*.jsonl'", []), ("'*.csv'", ["*.csv"])],
+)
+def test_files_of_a_builder_are_what_is_looked_for(files: str, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    text = TORCHTUNE_STEP.format("torch.optim.AdamW", "")
+    text = text.replace("alpaca_dataset}", f"text_completion_dataset, source: json, data_files: {files}}}").replace("dir: m}", "dir: .}")
+    (tmp_path / "tune.yaml").write_text(text)
+    expected = [f"the rows of `{name}` are not on this machine: their columns and format" for name in missing]
+    assert list(fsdp_tune.import_recipe("tune.yaml").unchecked) == expected

@@ -69,7 +69,7 @@ def test_templates_with_a_line_end_are_read_from_the_source_of_the_tool(tmp_path
     (tmp_path / "data").mkdir()
     source = tmp_path / "data" / "template.py"
     source.write_text(SOURCE)
-    assert line_ends(tmp_path) == {"chatml", "default"} <= LINE_ENDS
+    assert line_ends("LLaMA-Factory", tmp_path) == {"chatml", "default"} <= LINE_ENDS
     source.write_text(SOURCE.replace("chatml", "later"))
     assert main(["--check", f"LLaMA-Factory={tmp_path}"]) == 1
     assert "template `later`" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.migrate.tool_keys import FILE
-from fsdp_tune.migrate.tools.llama_factory import LINE_ENDS
+from fsdp_tune.migrate.tools import llama_factory, swift_templates
 
 SOURCES = {
     "axolotl": ("utils/schemas/*.py",),
@@ -33,6 +33,9 @@ ROOTS = {
     "ms-swift": ("TrainArgumentsMixin", "SftArguments"),
 }
 """Classes whose fields, with those of their bases in the same files, are keys at the top of a file."""
+TEMPLATES = {"LLaMA-Factory": "data/template.py", "ms-swift": "template"}
+"""The file or folder that has the templates of a tool."""
+LINE_ENDS = {"LLaMA-Factory": llama_factory.LINE_ENDS, "ms-swift": swift_templates.LINE_ENDS}
 
 
 def keys_of(tool: str, package: Path) -> dict[str, Any]:
@@ -87,19 +90,62 @@ def differences(tool: str, table: dict[str, Any], found: dict[str, Any]) -> list
     return new + [f"the default of {tool}'s `{key}` is {found[key]!r}, in the table {table[key]!r}" for key in other]
 
 
-def line_ends(package: Path) -> set[str]:
-    """Return LLaMA-Factory's templates that end an answer with white space after the token that ends the turn."""
+def line_ends(tool: str, package: Path) -> set[str]:
+    """Return the templates of a tool that end an answer with white space after the token that ends the turn."""
+    if tool == "ms-swift":
+        return _line_ends_of_swift(package)
     tree = ast.parse((package / "data" / "template.py").read_text(encoding="utf-8"))
-    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call) and ast.unparse(each.func) == "register_template"]
-    fields = [{str(each.arg): each.value for each in call.keywords} for call in calls]
-    return {ast.literal_eval(each["name"]) for each in fields if "format_assistant" in each and _ends_line(each["format_assistant"])}
+    fields = [{str(each.arg): each.value for each in call.keywords} for call in _calls(tree, "register_template")]
+    found = {each["name"]: each["format_assistant"] for each in fields if "format_assistant" in each}
+    return {ast.literal_eval(name) for name, formatter in found.items() if _ends_line(_slots(formatter))}
 
 
-def _ends_line(formatter: ast.expr) -> bool:
+def _calls(tree: ast.AST, function: str) -> list[ast.Call]:
+    return [each for each in ast.walk(tree) if isinstance(each, ast.Call) and ast.unparse(each.func) == function]
+
+
+def _slots(formatter: ast.expr) -> list[Any]:
     assert isinstance(formatter, ast.Call)
-    slots: list[Any] = ast.literal_eval(next(each.value for each in formatter.keywords if each.arg == "slots"))
+    return ast.literal_eval(next(each.value for each in formatter.keywords if each.arg == "slots"))
+
+
+def _ends_line(slots: list[Any]) -> bool:
     text = "".join(each if isinstance(each, str) else "<eos>" for each in slots)
     return text != text.rstrip() and not text.rstrip().endswith("{{content}}")
+
+
+def _parts(suffix: ast.expr) -> list[Any]:
+    """Return the texts of a suffix; None for a part that is a token or a name."""
+    return [each.value if isinstance(each, ast.Constant) else None for each in suffix.elts] if isinstance(suffix, ast.List) else []
+
+
+def _line_ends_of_swift(package: Path) -> set[str]:
+    """`suffix` of a template, or that of its class or of a base of it; names of templates are constants."""
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in sorted((package / "template").rglob("*.py"))]
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    constants = {
+        f"{node.name}.{ast.unparse(statement.targets[0])}": ast.literal_eval(statement.value)
+        for node in classes.values()
+        for statement in node.body
+        if isinstance(statement, ast.Assign) and node.name.endswith("TemplateType") and isinstance(statement.value, ast.Constant)
+    }
+
+    def inherited(name: str) -> list[Any]:
+        node = classes[name]
+        given = next((each.value for each in node.body if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == "suffix"), None)
+        found = next((each.body for each in ast.walk(given) if isinstance(each, ast.Lambda)), None) if given else None
+        return _parts(found) if found else inherited(ast.unparse(node.bases[0]))
+
+    found: set[str] = set()
+    for call in (each for tree in trees for each in _calls(tree, "register_template")):
+        meta = call.args[0]
+        if not isinstance(meta, ast.Call):
+            continue
+        fields = {str(each.arg): each.value for each in meta.keywords}
+        name = fields["template_type"] if "template_type" in fields else meta.args[0]
+        if _ends_line(_parts(fields["suffix"]) if "suffix" in fields else inherited(ast.unparse(meta.func))):
+            found.add(constants[ast.unparse(name)] if isinstance(name, ast.Attribute) else ast.literal_eval(name))
+    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -111,8 +157,9 @@ def main(arguments: list[str]) -> int:
         if not found:
             lines.append(f"{directory} has no schema of {name}: {', '.join(SOURCES[name])}")
         lines += differences(name, tables.get(name, {}), found)
-        if name == "LLaMA-Factory" and (Path(directory) / "data" / "template.py").exists():
-            lines += [f"{name}'s template `{each}` ends answers with a line end" for each in sorted(line_ends(Path(directory)) - LINE_ENDS)]
+        if name in LINE_ENDS and (Path(directory) / TEMPLATES[name]).exists():
+            new = line_ends(name, Path(directory)) - LINE_ENDS[name]
+            lines += [f"{name}'s template `{each}` ends answers with a line end" for each in sorted(new)]
         tables[name] = dict(sorted({**tables.get(name, {}), **found}.items()))
     if "--check" in arguments:
         sys.stderr.writelines(f"{line}\n" for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdp_tune.migrate.general import DFT, by_name, chat_template, dtype, sources
+from fsdp_tune.migrate.general import DFT, by_name, dtype, sources
 from fsdp_tune.migrate.ledger import Ledger, LedgerView
 from fsdp_tune.migrate.read.command_line import COMMAND
 from fsdp_tune.migrate.rules import (
@@ -24,10 +24,12 @@ from fsdp_tune.migrate.rules import (
     fine_or,
     implies,
     in_source,
+    is_on,
     lora_targets,
     of_the_set,
     off_or,
     outcome_of,
+    remarked,
     renamed,
     same,
     section,
@@ -36,6 +38,7 @@ from fsdp_tune.migrate.rules import (
 from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Tool
 from fsdp_tune.migrate.tools.experts import experts_kernel
 from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL, DROPPED, SPLIT, packing_strategy
+from fsdp_tune.migrate.tools.swift_templates import said_of_model, template
 from fsdp_tune.recipe.key_paths import KeyPath, dotted
 from fsdp_tune.recipe.outcome import Ask, Drop, Weight, Write
 from fsdp_tune.recipe.read.tool_detection import EXAMPLES, SWIFT, TRL
@@ -43,6 +46,9 @@ from fsdp_tune.recipe.synonyms import SYNONYMS
 
 MEDIA = "models with images or sound are not trained here"
 """Said of an option."""
+JOINED = "a row's `input` follows its `instruction` after an empty line here, after one line end there"
+"""Said of rows of Alpaca's format, whose own prompt has an empty line. LLaMA-Factory joins the two in its data/converter.py, ms-swift in
+dataset/preprocessor/core.py."""
 FIRST: KeyPath = (*TRAIN, 0)
 
 
@@ -71,14 +77,17 @@ def _named_datasets(place: KeyPath) -> Rule:
                 words = f"ms-swift draws {match['rows']} rows, and repeats those of a smaller set; here it is the most, from the first on"
                 decisions.append(Decide((*place, index, "max_rows"), words))
         from_hub = any("/" in name and not name.startswith((".", "/")) for name in names)
-        return [*decisions, Write(settings, "ids are of ModelScope there, of the Hugging Face hub here" if from_hub else "")]
+        said = ["ids are of ModelScope there, of the Hugging Face hub here"] if from_hub else []
+        said += [] if key.of_file(COMMAND) == "pt" else [JOINED]
+        return [*decisions, Write(settings, "; ".join(said))]
 
     return rule
 
 
 def _model(key: FileKey) -> Outcome:
-    is_local = str(key.value).startswith((".", "/"))
-    return Write({"model.name_or_path": key.value}, "" if is_local else "an id of ModelScope there, of the Hugging Face hub here")
+    is_id = re.fullmatch(r"[^/.~][^/]*/[^/]+", str(key.value)) is not None
+    written = Write({"model.name_or_path": key.value}, "an id of ModelScope there, of the Hugging Face hub here" if is_id else "")
+    return remarked(written, said_of_model(key))
 
 
 def _pretraining(key: FileKey) -> Outcome:
@@ -120,9 +129,24 @@ def _interleaved(key: FileKey) -> Outcome:
     return Write({(*TRAIN, index, "weight"): float(share) for index, share in enumerate(key.items)})
 
 
+def _half_of(dtype_name: object) -> str:
+    """Return the half precision that ms-swift switches on for weights of a dtype, unless its key says something."""
+    return "bf16" if dtype_name in ("bfloat16", "bf16") else "fp16"
+
+
 def _torch_dtype(key: FileKey) -> Outcome:
-    computed = "bf16" if key.value in ("bfloat16", "bf16") else "fp16"
-    return [*steps(dtype(key)), Also("precision.mixed_precision", computed, f"{key.name}: ms-swift computes in half precision")]
+    half = _half_of(key.value)
+    if (given := key.of_file(half)) is not None and not is_on(given):
+        return [*steps(dtype(key)), Also("precision.mixed_precision", "no", f"{half}: off")]
+    return [*steps(dtype(key)), Also("precision.mixed_precision", half, f"{key.name}: ms-swift computes in half precision")]
+
+
+def _bf16(key: FileKey) -> Outcome:
+    """Off, it leaves fp16 on that ms-swift switches on for weights in fp32 or fp16."""
+    weights, fp16 = key.of_file("torch_dtype"), key.of_file("fp16")
+    if weights is not None and _half_of(weights) == "fp16" and fp16 is None and not is_on(key.value):
+        return Drop("off: ms-swift computes in fp16 unless `fp16` is off too")
+    return by_name(key)
 
 
 _STAGES = {"0": "NO_SHARD", "1": "SHARD_GRAD_OP", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}
@@ -148,6 +172,7 @@ SWIFT_RULES: Rules = {
     **each(("train_type", "tuner_type", "sft_type"), method),
     "target_modules": lora_targets,
     "torch_dtype": _torch_dtype,
+    "bf16": _bf16,
     "new_special_tokens": _new_tokens,
     "interleave_prob": _interleaved,
     "stopping_strategy": same("data.mixture.stopping_strategy"),
@@ -162,7 +187,7 @@ SWIFT_RULES: Rules = {
     "loss_scale": _unless_pretraining(_loss_scale),
     "truncation_strategy": _truncation,
     "deepspeed": _sharding,
-    "template": _unless_pretraining(chat_template),
+    "template": _unless_pretraining(template),
     "sequence_parallel_size": same("parallelism.sp_size"),
     "attn_impl": _attention,
     "streaming": same("data.streaming"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path as FilePath
 
 from fsdp_tune.core.values import as_mapping, is_list
@@ -29,12 +28,13 @@ from fsdp_tune.migrate.rules import (
     is_on,
     off_or,
     outcome_of,
+    remarked,
     renamed,
     same,
     switch,
 )
 from fsdp_tune.migrate.tool import TRAINER_DEFAULTS, Method, Tool
-from fsdp_tune.migrate.tools.flat_options import MEDIA, method, unless_pretraining
+from fsdp_tune.migrate.tools.flat_options import JOINED, MEDIA, method, unless_pretraining
 from fsdp_tune.migrate.tools.long_rows import CUT_BY_TRL
 from fsdp_tune.recipe.key_paths import KeyPath
 from fsdp_tune.recipe.outcome import Ask, Drop, Fate, Weight, Write, in_words
@@ -52,8 +52,6 @@ _COLUMNS = {
     "tools": "tools",
 }
 """Contents of a column in LLaMA-Factory, and the name of that column here."""
-_JOINED = "; a row's `input` follows its `instruction` after an empty line here, after one line end there"
-"""`"\\n".join(query)` in its data/converter.py. Alpaca's own prompt has an empty line."""
 
 LINE_ENDS = frozenset(
     (
@@ -124,7 +122,7 @@ def _listed_datasets(place: KeyPath) -> Rule:
             texts = [step for name, target in places for step in _text_steps(name, as_mapping(key.of_file(INFO, name)), target)]
             return [*texts, Write(settings, f"by {INFO}"), *entries]
         is_alpaca = any((key.of_file(INFO, name, "formatting") or "alpaca") == "alpaca" for name in names)
-        return [Write(settings, f"by {INFO}{_JOINED if is_alpaca else ''}{said}"), *entries]
+        return [Write(settings, f"by {INFO}{f'; {JOINED}' if is_alpaca else ''}{said}"), *entries]
 
     return rule
 
@@ -233,9 +231,7 @@ def _template(key: FileKey) -> Outcome:
     outcome = outcome_of(found, key)
     if str(key.value) not in LINE_ENDS or _trains_all(key):
         return outcome
-    if isinstance(outcome, Ask):
-        return replace(outcome, words=f"{outcome.words}. {_LINE_END}")
-    return replace(outcome, reason=_LINE_END) if isinstance(outcome, Write) else outcome
+    return outcome if isinstance(outcome, Drop) else remarked(outcome, _LINE_END)
 
 
 def _stage(key: FileKey) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fsdp_tune.core.values import as_mapping, is_list, is_mapping
+from fsdp_tune.core.values import as_items, as_mapping, is_list, is_mapping
 from fsdp_tune.migrate.general import chat_template, decays_by_default, named_optimizer
 from fsdp_tune.migrate.ledger import LedgerView
 from fsdp_tune.migrate.rules import (
@@ -22,6 +22,7 @@ from fsdp_tune.migrate.rules import (
     is_on,
     off_or,
     outcome_of,
+    remarked,
     rename,
     renamed,
     same,
@@ -40,6 +41,8 @@ COMPONENT = "_component_"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _PROFILER = Drop("it is `train --profile`, and `metrics.jsonl` has times and memory")
 _FROM_FILES = Drop("it follows from the files of the model")
+_SIZES = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "embed_dim", "intermediate_dim", "norm_eps", "rope_base")
+"""Arguments of a generic builder, as `torchtune.models.qwen2.qwen2`, that a configuration of transformers has too."""
 _DATASETS = {
     "alpaca_dataset": "tatsu-lab/alpaca",
     "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
@@ -138,6 +141,8 @@ _MODEL: Rules = {
     **each(("apply_lora_to_mlp", "apply_lora_to_output"), _more_targets),
     "use_dora": same("lora.use_dora"),
     "quantize_base": by_synonym("quantize_base"),
+    "max_seq_len": Drop("it is the number of positions there; `tokenizer.max_seq_len` cuts rows"),
+    **each(_SIZES, Drop("config.json of the model has it")),
 }
 _CHECKPOINTER: Rules = {
     "checkpoint_dir": same("model.name_or_path"),
@@ -147,12 +152,48 @@ _CHECKPOINTER: Rules = {
     "recipe_checkpoint": Drop("it is `train --resume`"),
     "keep_last_n_checkpoints": same("training.save_total_limit"),
 }
+_TEXTS = ("text_completion_dataset", "wikitext_dataset", "cnn_dailymail_articles_dataset")
+"""Builders whose rows are no messages."""
+_HEADERS = {
+    "qwen2": "`<|im_start|>assistant`, and the line end after an earlier answer",
+    "llama3": "`<|start_header_id|>assistant<|end_header_id|>`",
+    "phi3": "`<|assistant|>`, and the line end after an answer",
+    "phi4": "`<|im_start|>assistant<|im_sep|>`",
+}
+"""Families of tokenizers that write a header before an answer, which is masked only with the whole message (`message.masked`)."""
+
+
+def _family(key: FileKey) -> str:
+    """Return the family of the tokenizer in `_HEADERS`; "" if it is in none."""
+    name = _last_name(key.of_file("tokenizer", COMPONENT))
+    return next((family for family in _HEADERS if name.startswith(family)), "")
+
+
+def _trained_header(key: FileKey) -> str:
+    """Return what is trained beside the answers of the training rows, given a key of a data set."""
+    header = _HEADERS.get(_family(key))
+    if header is None or key.place[1] != "train" or _last_name(key.beside(COMPONENT)) in _TEXTS:
+        return ""
+    words = "here it is context, which only labels of your own train (`format: segments` or `tokenized`)"
+    return f"torchtune also trains the header of each answer, {header}; {words}"
+
+
+def _longest(key: FileKey) -> Outcome:
+    """Qwen's tokenizers mask the last token of a row, whether it is cut or not, as soon as there is a limit."""
+    outcome = SYNONYMS["max_seq_len"].outcome(key.value)
+    builders = [_last_name(as_mapping(each).get(COMPONENT)) for each in as_items(key.of_file("dataset") or [])]
+    if _family(key) != "qwen2" or all(name in _TEXTS for name in builders):
+        return outcome
+    words = "with a limit, torchtune's tokenizer of Qwen trains the last token of no row, which ends its last answer; here it is trained"
+    return remarked(outcome, words)
+
+
 _TOKENIZER: Rules = {
     COMPONENT: _FROM_FILES,
     **each(
         ("path", "merges_file", "merges_path", "vocab_path", "special_tokens_path"), Drop("the tokenizer is that of the model's directory")
     ),
-    "max_seq_len": by_synonym("max_seq_len"),
+    "max_seq_len": _longest,
     "prompt_template": chat_template,
 }
 
@@ -195,7 +236,9 @@ def _set_builder(key: FileKey) -> Outcome:
         outcome = Write({(*place, "format"): _BUILDERS[name]})
     elif read:
         outcome = Write(read, f"{_NO_OTHERS}; they decide the format")
-    return [outcome, default] if trains_all else outcome
+    if trains_all or key.beside("train_on_input") is not None:
+        return [outcome, default] if trains_all else outcome
+    return remarked(outcome, _trained_header(key))
 
 
 _NO_OTHERS = "no other columns are read there"
@@ -221,8 +264,10 @@ def _style(key: FileKey) -> str | None:
 
 def _trained(key: FileKey) -> Outcome:
     """Chats have several answers; prompts have one completion."""
-    answers = "completion" if _style(key) is None else "assistant"
-    return Write({(*key.place, "loss_on"): "all" if is_on(key.value) else answers})
+    target = (*key.place, "loss_on")
+    if is_on(key.value):
+        return Write({target: "all"})
+    return Write({target: "completion" if _style(key) is None else "assistant"}, _trained_header(key))
 
 
 def _column_map(key: FileKey) -> Outcome:
