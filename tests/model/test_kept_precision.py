@@ -119,7 +119,7 @@ def test_kept_tensor_is_not_rounded_to_16_bits(stored: str, option: str, wanted:
 
 def stored_base(folder: Path, *wide: str, dtype: torch.dtype = torch.bfloat16, codes: str | None = None) -> Path:
     """A base in `dtype` with some tensors in fp32, and of `codes` the weight in fp8 with a scale."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"]))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"]))
     model.to(dtype).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name: tensors[name].float() for name in wide}

@@ -28,7 +28,7 @@ LORA = {"r": 2, "target_modules": ["up_proj"]}
 @pytest.fixture
 def state(tmp_path: Path) -> State:
     """The tensors of a model whose configuration is in the directory."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"]))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"]))
     model.config.save_pretrained(tmp_path)
     return {**model.state_dict(), "mtp.norm.weight": torch.ones(8)}
 
@@ -78,11 +78,14 @@ def test_missing_tensors_other_shapes_and_codes_are_refused_by_name(form: Form, 
 def test_base_that_a_merge_cannot_read_is_refused_before_the_run(form: Form, tmp_path: Path, state: State) -> None:
     form(tmp_path, state)
     refused = ["merge-damaged-pickle"] if form is as_old_file else []
-    for problems, sections in ((merge_problems, {"lora": LORA}), (carried_problems, {})):
+    checks: list[tuple[Any, dict[str, Any], list[str]]] = [
+        (merge_problems, {"lora": LORA}, refused),
+        (carried_problems, {}, refused),
+        (carried_problems, {"merge": {"at_end": False}}, []),
+    ]
+    for problems, sections, expected in checks:
         recipe, found = recipe_of({"name_or_path": str(tmp_path)}, **sections), inspected(tmp_path, **sections)
-        assert found.facts is not None
-        assert [each.code for each in problems(recipe, found.facts)] == refused
-    assert carried_problems(recipe_of({"name_or_path": str(tmp_path)}, merge={"at_end": False}), found.facts) == []
+        assert [each.code for each in problems(recipe, found.facts)] == expected
 
 
 def test_file_that_torch_does_not_read_is_refused_by_its_path(tmp_path: Path, state: State) -> None:
