@@ -27,6 +27,7 @@ from fsdp_tune.data.tokenise.tokenizer import load_encoder, stand_in_encoder
 from fsdp_tune.jobs.first_rows import CheckedSource, bad_first_rows, read_first_rows
 from fsdp_tune.jobs.recipes import missing_sources
 from fsdp_tune.merge.lora.adapt import merge_problems
+from fsdp_tune.merge.read.base import carried_problems
 from fsdp_tune.model import kept_inspections
 from fsdp_tune.model.model_files import ModelFacts, ModelInspection
 from fsdp_tune.recipe.schema.keys import meant_key
@@ -112,7 +113,7 @@ def inspect_model(recipe: Recipe, *, offline: bool = False, answer: Callable[[fl
         else:
             found.problems.append(problem)
     if found.model is not None and not found.problems:
-        found.problems += merge_problems(recipe, found.model)
+        found.problems += merge_problems(recipe, found.model) or carried_problems(recipe, found.model)
     elif found.model is None and found.problems:
         found.unchecked.append("checks that need the complete model, such as the merge of adapters and the size of the embedding")
     return found

@@ -1,7 +1,7 @@
-"""Find the tensors of a merged model that its class keeps in fp32, which `--dtype` does not round to 16 bits.
+"""Find the tensors of a merged model that stay in fp32, which `--dtype` does not round to 16 bits.
 
-A run records them in RUN/model/base_layout.json. Of a checkpoint without a run they are the class's own, from the configuration, in a
-child process, since this one has no transformers.
+A run records them in RUN/model/base_layout.json: those of the class, and those that the base stores so. Of a checkpoint without a run
+they are the class's own, from the configuration, in a child process, since this one has no transformers.
 """
 
 from __future__ import annotations

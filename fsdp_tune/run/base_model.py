@@ -222,20 +222,28 @@ class BaseLayout(Document):
     published: Published | None = None
     """Names of modules in the class that the base's config.json names; None if the trained class is that one."""
     kept_in_fp32: dict[str, tuple[str, ...]] | None = None
-    """{16-bit dtype: `kind_of_name` of the parameters and buffers that the model's class keeps in fp32 at that dtype}; None: not known."""
+    """{16-bit dtype: `kind_of_name` of the parameters and buffers that the model's class keeps in fp32 at that dtype, or that the base
+    stores in fp32 among others in 16 bits; a name in full if others of its kind are not}. None: not known."""
 
     def name_of(self, parameter: str) -> str:
         """Return the name of a parameter that is stored as it is."""
         return self.renamed.get(parameter, parameter)
 
+    def with_fp32(self, kinds: Mapping[str, Iterable[str]]) -> BaseLayout:
+        """Return the layout with more entries of `kept_in_fp32`."""
+        before = self.kept_in_fp32 or {}
+        kept = {dtype: tuple(sorted({*before.get(dtype, ()), *kinds.get(dtype, ())})) for dtype in before.keys() | kinds.keys()}
+        return replace(self, kept_in_fp32={dtype: names for dtype, names in sorted(kept.items()) if names})
+
     def keeps_fp32(self, dtype: str) -> Callable[[str], bool]:
-        """Return the test of whether a tensor of the files, by its name, is made of parameters that the class keeps in fp32."""
+        """Return the test of whether a tensor of the files, by its name, is made of parameters that stay in fp32: `kept_in_fp32`."""
         kept = frozenset((self.kept_in_fp32 or {}).get(dtype, ()))
         parameters = {new: old for old, new in self.renamed.items()}
         made_of = {kind_of_name(each.name): each.pieces[0].parameter for each in self.tensors}
 
         def is_kept(name: str) -> bool:
-            return kind_of_name(made_of.get(kind_of_name(name)) or parameters.get(name, name)) in kept
+            parameter = made_of.get(kind_of_name(name)) or parameters.get(name, name)
+            return parameter in kept or kind_of_name(parameter) in kept
 
         return is_kept
 

@@ -168,6 +168,10 @@ in tiny form with `model.dtype: bf16` for two steps on two CPU ranks with FSDP2,
 - Kept tensors: P is trained, F is a parameter that the model's code freezes, B is a buffer. Training never changes F and B: in
   transformers, no code updates `e_score_correction_bias` and `expert_bias`. They leave in fp32, with the values of the base.
 
+What the base alone stores in fp32 (`e_score_correction_bias` of MiniMax M2 and LongCat, which their classes load in bf16) is not in this
+table: here each base was saved in the dtypes of its class. A merge leaves such tensors in fp32 as well, if most elements of the base's
+files are in 16 bits ([Merging](../guide/merging.md#types)).
+
 """
 _SHOWN = 3
 

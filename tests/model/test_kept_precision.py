@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.merge.copy.layout import target_dtype
 from fsdp_tune.model.loading.construct import build_empty, build_full
+from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.kept_precision import kinds_in_fp32
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.local import kept_in_fp32
 from fsdp_tune.run.base_model import BaseLayout, FileTensor, Piece
 from tests.architectures.tiny import config_of, known, make_model
+from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
 ROUTER = ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias")
@@ -37,8 +42,6 @@ def test_every_way_to_build_a_model_keeps_its_router_in_fp32() -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "kimi_linear"])
 def test_dtypes_are_those_in_which_transformers_loads_the_model(family: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     if family not in known(family):
         pytest.skip("not in this transformers")
     config = config_of(family) | ({"output_router_logits": False} if "output_router_logits" in config_of(family) else {})
@@ -72,8 +75,6 @@ def test_fsdp1_refuses_bf16_weights_with_kept_ones() -> None:
 
 
 def test_kinds_are_those_of_transformers_by_dtype() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     fields = config_of("gpt_oss")
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
 
@@ -114,3 +115,46 @@ def test_names_of_files_are_kept_as_their_parameters() -> None:
 )
 def test_kept_tensor_is_not_rounded_to_16_bits(stored: str, option: str, wanted: str, *, updated: bool) -> None:
     assert target_dtype(DTYPES[stored], option, keeps_fp32=True, is_updated=updated) == DTYPES[wanted]
+
+
+def stored_base(folder: Path, *wide: str, dtype: torch.dtype = torch.bfloat16, codes: str | None = None) -> Path:
+    """A base in `dtype` with some tensors in fp32, and of `codes` the weight in fp8 with a scale."""
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES["llama"]))
+    model.to(dtype).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensors[name].float() for name in wide}
+    if codes is not None:
+        tensors |= {codes: tensors[codes].to(torch.float8_e4m3fn), f"{codes}_scale_inv": torch.ones(1, 1)}
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+        (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def kept_names(folder: Path, **sections: Any) -> tuple[set[str], bool]:
+    """Return the tensors of a base's file that a merge in bf16 leaves in fp32, and whether the run rounds some, which a notice says."""
+    found = find_facts(recipe_of({"name_or_path": str(folder), **sections.pop("model", {})}, **sections))
+    assert (found.problems, found.facts is None) == ((), False)
+    assert found.facts is not None
+    is_kept = found.facts.base_layout.keeps_fp32("bf16")
+    return {name for name in load_file(folder / "model.safetensors") if is_kept(name)}, any(
+        notice.code == "fp32-of-base-rounded" for notice in found.notices
+    )
+
+
+NORMS = tuple(f"model.layers.{layer}.input_layernorm.weight" for layer in (0, 1))
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def test_what_the_base_has_in_fp32_among_others_in_16_bits_leaves_in_fp32(tmp_path: Path) -> None:
+    base = stored_base(tmp_path / "base", *NORMS, GATE, codes="model.layers.0.mlp.up_proj.weight")
+    lora = {"r": 2, "target_modules": ["gate_proj"]}
+    kept = {*NORMS, GATE}  # of the kind of the gate, that of one layer
+    assert kept_names(base) == (kept, False)
+    assert kept_names(base, model={"dtype": "bf16"}) == (kept, True)
+    assert kept_names(base, lora=lora) == (kept, False)
+    assert kept_names(base, model={"dtype": "bf16"}, lora=lora) == (kept, False)
+
+
+def test_base_in_fp32_as_a_whole_is_merged_in_16_bits(tmp_path: Path) -> None:
+    assert kept_names(stored_base(tmp_path / "base", dtype=torch.float32)) == (set(), False)

@@ -31,10 +31,10 @@ from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.lora.biases import without_foreign_biases
 from fsdp_tune.merge.lora.config import AdapterConfig, derive_config, find_config
 from fsdp_tune.merge.lora.targets import Layers, add_layers
-from fsdp_tune.merge.read.base import read_base, record_of_base, without_others
+from fsdp_tune.merge.read.base import has_weights, read_base, record_of_base, without_others
 from fsdp_tune.merge.read.contents import CheckpointTensors, Contents, must_agree
 from fsdp_tune.merge.read.reader import SourceFiles, SourceTensor, is_peft
-from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
+from fsdp_tune.merge.source import Format, Selection, Weights
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BASE_FILE, AdapterBase, BaseLayout, BaseModel, Published, open_base
 from fsdp_tune.run.directory import SHARD_FOLDER
@@ -231,7 +231,7 @@ def merge_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
     """
     folder = Path(facts.base_folder) if facts.base_folder is not None else None
     config, is_merged = facts.adapter_config, recipe.merge.at_end and recipe.merge.adapter != "adapter"
-    if folder is None or config is None or not is_merged or find_weights(folder) is None:
+    if folder is None or config is None or not is_merged or not has_weights(folder):
         return []
     where = Where(key="lora.target_modules")
     try:

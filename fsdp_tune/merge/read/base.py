@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.families import family_of
 from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
@@ -17,10 +17,17 @@ from fsdp_tune.core.tensors.encoded import Encoded, StoredType
 from fsdp_tune.core.tensors.encodings import find_encodings, is_of_activations, settings_of_files
 from fsdp_tune.core.values import as_mapping
 from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
-from fsdp_tune.merge.read.contents import as_error, missing_parts, read_tensors
+from fsdp_tune.merge.read.contents import as_error, missing_parts, read_pickled, read_tensors
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceFiles, SourceTensor
+from fsdp_tune.merge.read.safetensors_files import MAX_INDEX_BYTES
 from fsdp_tune.merge.source import Format, Selection, find_weights
 from fsdp_tune.run.base_model import TENSORS_FILE, BaseRecord, describe_base
+
+if TYPE_CHECKING:
+    from fsdp_tune.model.model_files import ModelFacts
+    from fsdp_tune.recipe.schema.recipe import Recipe
+
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 def record_of_base(selection: Selection) -> BaseRecord:
@@ -40,18 +47,33 @@ class ReadBase(NamedTuple):
 def read_base(stack: ExitStack, folder: Path) -> ReadBase:
     """Return the tensors of a model directory; `stack` closes its files. Raises: usage error if it has none that are read."""
     found = find_weights(folder)
-    if found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE):
+    shards = _pickled_shards(folder) if found is None else ()
+    if (found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE)) and not shards:
         raise usage_error(
             "merge-adapter-base",
             "the base holds no weights that can be read (safetensors are)",
             where=Where(str(folder)),
             hint="give a model directory with `model.safetensors`, or its index and parts: `--base MODEL`",
         )
-    files = stack.enter_context(SourceFiles(found.root))
-    tensors, _ = read_tensors(files, found.format, found.file)
+    files = stack.enter_context(SourceFiles(found.root if found is not None else folder.resolve()))
+    of_shards = [tensor for shard in shards for tensor in read_pickled(files, shard)[0]]
+    tensors = of_shards if found is None else read_tensors(files, found.format, found.file)[0]
     if missing := missing_parts(files, tensors):
         raise as_error(missing)
     return _decoded({tensor.name: tensor for tensor in tensors}, folder)
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a model directory holds weights at all, not only a configuration."""
+    return find_weights(folder) is not None or bool(_pickled_shards(folder))
+
+
+def _pickled_shards(folder: Path) -> tuple[str, ...]:
+    """Return the files of an index of pickled weights, which transformers loads one after the other; none with files of other folders."""
+    index = folder / _PICKLED_INDEX
+    found = as_mapping(json.loads(read_regular(index, most_bytes=MAX_INDEX_BYTES))) if index.is_file() else {}
+    names = sorted({str(name) for name in as_mapping(found.get("weight_map")).values()})
+    return tuple(names) if all("/" not in name and (folder / name).is_file() for name in names) else ()
 
 
 def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:
@@ -125,6 +147,25 @@ def read_carried(stack: ExitStack, selection: Selection, named: str | None) -> d
         hint = f"give a copy of the weights of {base.name} as they were: `--base MODEL`"
         raise failed_error("merge-carried", f"{what}, and its weights have changed since the training", where=Where(str(folder)), hint=hint)
     return _of_names(read_base(stack, folder), record.carried, folder, what)
+
+
+def carried_problems(recipe: Recipe, facts: ModelFacts) -> list[Problem]:
+    """Return why a merge could not read the tensors that it carries over, before the run starts. Only of files on this machine."""
+    record, is_merged = facts.tensors, recipe.merge.at_end and (recipe.lora is None or recipe.merge.adapter != "adapter")
+    if record.base is None or not record.carried or not is_merged:
+        return []
+    name = record.base.name
+    folder = Path(facts.base_folder) if name == str(recipe.model.name_or_path) and facts.base_folder is not None else Path(name)
+    if not folder.is_dir() or not has_weights(folder):
+        return []
+    what = f"{len(record.carried):,} tensors that are not trained, such as `{record.carried[0]}`, could not be carried over"
+    try:
+        with ExitStack() as stack:
+            _of_names(read_base(stack, folder), record.carried, folder, what)
+    except FsdpTuneError as error:
+        hint = "convert the weights to safetensors, or leave these tensors out: `model.leave_out`"
+        return [Problem(each.code, f"{what} by a merge: {each.message}", each.where, hint) for each in error.problems]
+    return []
 
 
 def _of_names(base: ReadBase, carried: Collection[str], folder: Path, what: str) -> dict[str, SourceTensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from huggingface_hub import get_safetensors_metadata
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from fsdp_tune.core.families import (
     LAYERS,
@@ -28,6 +28,7 @@ from fsdp_tune.core.families import (
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
 from fsdp_tune.core.tensors.encoded import StoredType
 from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, settings_of_files, without_quantisation
+from fsdp_tune.model.loading.pickled_files import read_pickled
 from fsdp_tune.model.loading.stored_tensors import read_weight_map
 from fsdp_tune.model.loading.tensor_account import BaseTensors
 from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers
@@ -58,7 +59,9 @@ def base_folder(recipe: Recipe) -> Path | None:
 
 def local_tensors(recipe: Recipe) -> BaseTensors | None:
     """Return the tensors in the safetensors files of a recipe's base, of which the hub is asked for the headers if they are not on this
-    machine. None if it has no such files, or if they cannot be reached.
+    machine, or in its pickled files on this machine. None if it has no such files, or if they cannot be reached.
+
+    Raises: usage error for pickled files that torch does not read.
     """
     folder, name = base_folder(recipe), str(recipe.model.name_or_path)
     if folder is None or run_of(Path(name)) is not None:
@@ -73,7 +76,10 @@ def local_tensors(recipe: Recipe) -> BaseTensors | None:
     is_complete = all(path.is_file() for path in _files_of_index(folder))
     if base.types and is_complete:
         return base
-    return None if Path(name).is_dir() or not hub_is_reachable() else _tensors_of_hub(name, recipe.model.revision, folder)
+    if not Path(name).is_dir() and hub_is_reachable() and (of_hub := _tensors_of_hub(name, recipe.model.revision, folder)) is not None:
+        return of_hub
+    has_others = any(find(file) is not None for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    return None if has_others else read_pickled(find)
 
 
 def _files_of_index(folder: Path) -> set[Path]:

@@ -71,7 +71,7 @@ def find_facts(recipe: Recipe) -> ModelInspection:
             found = found.model_copy(update=_adapter(recipe, model))
             notices += [] if packaged else check_base(recipe, found.config_changes)
             notices += [*_untrained_experts(model), *_untrained_parts(model)]
-        notices += _kept_notices(recipe, model)
+        notices += [*_kept_notices(recipe, model), *_rounded_notices(recipe, model, base, account)]
         more_problems, more_notices = _limits(recipe, model, packaged=packaged, positions=found.max_positions)
         problems, notices = problems + more_problems, notices + more_notices
         with collected(problems):
@@ -140,8 +140,10 @@ def _facts(
         is_text_alone,
         record_of_run,
     )
+    from fsdp_tune.model.loading.kept_precision import HALVES, kinds_of_base
     from fsdp_tune.model.loading.positions import positions_of_run
     from fsdp_tune.model.loading.saved_layout import base_layout, published_names
+    from fsdp_tune.model.loading.tensor_account import parameters_of
     from fsdp_tune.model.shard.local import count_elements
 
     changes: dict[str, object] = {} if packaged else construct.config_changes(recipe)
@@ -152,7 +154,9 @@ def _facts(
     layout = BaseLayout()
     if has_files:
         layout = base_layout(recipe, model, base, text_alone=is_text_alone(config, model, tensors))
-        layout = replace(layout, kept_in_fp32=_kept_by_class(recipe, config))
+        layout = layout.with_fp32(_kept_by_class(recipe, config))
+        if base is not None and account is not None:
+            layout = layout.with_fp32(dict.fromkeys(HALVES, kinds_of_base(base, account, parameters_of(model))))
     if recipe.lora is not None:
         layout = replace(layout, published=published_names(config, model, layout))
     return ModelFacts(
@@ -201,6 +205,30 @@ def _kept_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
     shown = ", ".join(kinds[:_KINDS_SHOWN]) + (f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else "")
     message = f"{type(model).__name__} keeps {len(kept):,} tensors in fp32 ({format_bytes(size_bytes)}), as transformers does: {shown}"
     return [Notice("kept-in-fp32", message, where=Where(key="model.dtype"))]
+
+
+def _rounded_notices(recipe: Recipe, model: PreTrainedModel, base: BaseTensors | None, account: TensorAccount | None) -> list[Notice]:
+    """Return the notice about tensors that the base stores in fp32 among others in 16 bits, and a checkpoint of the run in 16 bits.
+
+    A merge reads what is under an adapter from the base.
+    """
+    import torch
+
+    from fsdp_tune.model.loading.kept_precision import fp32_of_base
+    from fsdp_tune.model.loading.tensor_account import parameters_of
+
+    if base is None or account is None:
+        return []
+    state = {name: each for name, each in parameters_of(model).items() if recipe.lora is None or each.requires_grad}
+    names = sorted(name for name in fp32_of_base(base, account) & state.keys() if state[name].dtype != torch.float32)
+    if not names:
+        return []
+    kinds = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
+    shown = ", ".join(kinds[:_KINDS_SHOWN]) + (f" and {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else "")
+    message = f"the run stores {len(names):,} tensors in 16 bits that the base has in fp32, as transformers would: {shown}"
+    is_stored = recipe.model.dtype != "fp32"
+    hint = f"`--set model.{'dtype' if is_stored else 'frozen_dtype'}=fp32` keeps them in fp32"
+    return [Notice("fp32-of-base-rounded", message, where=Where(key="model.dtype" if is_stored else "model.frozen_dtype"), hint=hint)]
 
 
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> dict[str, object]:

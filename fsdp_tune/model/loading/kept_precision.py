@@ -1,16 +1,22 @@
-"""The parameters and buffers that a model's class keeps in fp32 when the model is loaded in 16 bits.
+"""The parameters and buffers that stay in fp32 in a model of 16 bits: those of its class, and of its base.
 
 `from_pretrained(dtype=…)` of transformers 5.17 to 5.24 loads a tensor in fp32 if its name matches a pattern of the class
 (`_keep_in_fp32_modules_strict`; for fp16 `_keep_in_fp32_modules` too), and otherwise in the dtype that the constructor gave it
 (`convert_and_load_state_dict_in_model`). Routers of mixtures of experts and their biases are such tensors: in bf16, biases that
 differ become equal, and other experts are chosen. This module is the only reader of that fact. Loading gives the tensors this dtype,
 FSDP2 gathers them in it (`model.shard.fsdp_units`), the read-back expects it, and a merge keeps it (`run.base_model.BaseLayout`).
+
+Of some families the class keeps none, and the published files have such tensors in fp32 among others in 16 bits all the same
+(`e_score_correction_bias` of MiniMax M2). transformers loads and computes them in the dtype of the model, and so does a run; a merge
+does not round them.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,7 +27,12 @@ from fsdp_tune.model.internals.transformers_internals import DTYPE_PLAN
 from fsdp_tune.model.shard.local import TORCH_DTYPE, kept_in_fp32
 from fsdp_tune.run.base_model import kind_of_name
 
+if TYPE_CHECKING:
+    from fsdp_tune.model.loading.tensor_account import BaseTensors, TensorAccount
+
 HALVES = ("bf16", "fp16")
+_WIDE = ("F32", "F64")
+_OF_CODES = ("decoded", "dropped")
 
 
 def keep_precision(model: PreTrainedModel, stored: torch.dtype, computed: torch.dtype, like: PreTrainedModel | None = None) -> None:
@@ -70,6 +81,29 @@ def kinds_in_fp32(construct: Callable[[torch.dtype], PreTrainedModel]) -> dict[s
         names = names_in_fp32(construct(TORCH_DTYPE[dtype]), TORCH_DTYPE[dtype])
         found[dtype] = tuple(sorted({kind_of_name(name) for name in names}))
     return {dtype: kinds for dtype, kinds in found.items() if kinds}
+
+
+def fp32_of_base(base: BaseTensors, account: TensorAccount) -> frozenset[str]:
+    """Return the parameters and buffers that a base stores in fp32 while most elements of its files are in 16 bits; none of a base that
+    is in fp32 as a whole. Quantised weights are not counted: their codes say nothing about the others."""
+    sizes = dict.fromkeys((True, False), 0)
+    plain = {name: stored for name, stored in base.types.items() if stored.is_float and account.fates.get(name) not in _OF_CODES}
+    for stored in plain.values():
+        sizes[stored.dtype in _WIDE] += math.prod(stored.shape)
+    if sizes[True] >= sizes[False]:
+        return frozenset()
+    return frozenset(account.parameters[name] for name, stored in plain.items() if stored.dtype in _WIDE and name in account.parameters)
+
+
+def kinds_of_base(base: BaseTensors, account: TensorAccount, state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of `fp32_of_base` as a layout records them: with `{}` for each number, or in full if the base stores others of the
+    kind in 16 bits. A parameter that is made of several tensors is recorded by its kind. `state`: of the model.
+    """
+    names = fp32_of_base(base, account)
+    others = {kind_of_name(name) for name in state.keys() - names}
+    shapes = {parameter: base.types[name].shape for name, parameter in account.parameters.items() if name in base.types}
+    alone = {name for name in names if kind_of_name(name) in others and shapes[name] == tuple(state[name].shape)}
+    return tuple(sorted(alone | {kind_of_name(name) for name in names - alone}))
 
 
 def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
