@@ -48,7 +48,7 @@ def read_base(stack: ExitStack, folder: Path) -> ReadBase:
             hint="give a model directory with `model.safetensors`, or its index and parts: `--base MODEL`",
         )
     files = stack.enter_context(SourceFiles(found.root))
-    tensors, _ = read_tensors(files, found.format, found.file)
+    tensors, _ = read_tensors(files, found.format, found.file, may_lack=True)
     if missing := missing_parts(files, tensors):
         raise as_error(missing)
     return _decoded({tensor.name: tensor for tensor in tensors}, folder)

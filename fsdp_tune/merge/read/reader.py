@@ -180,7 +180,7 @@ class SourceFiles:
             )
         path = self.root / name
         try:
-            if path.is_symlink() and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
+            if (path.is_symlink() or "/" in name) and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
                 raise failed_error("merge-path-traversal", f"`{name}` is a link that leads out of the checkpoint", where=Where(str(path)))
             return _File(open_descriptor(path))
         except FileNotFoundError as error:
