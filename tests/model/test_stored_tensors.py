@@ -98,6 +98,8 @@ def test_file_that_config_json_names_and_that_is_not_there_is_reported(base: Pat
     save_file({"w": torch.zeros(2)}, base / SINGLE)
     (base / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"transformers_weights": "own.safetensors"}))
     assert problems(base) == [("model-weights-missing", "config.json")]
+    (base / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"transformers_weights": "own.safetensors.index.json"}))
+    assert problems(base) == [("model-weights-damaged", "config.json")]
 
 
 def test_configuration_alone_has_no_problem(base: Path) -> None:

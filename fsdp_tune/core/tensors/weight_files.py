@@ -103,7 +103,9 @@ def find_weight_list(has: Callable[[str], bool], read: Callable[[str], bytes | N
     first = first_file(has, read(CONFIG), pickled=pickled)
     if first is None or not is_index(first):
         return None if first is None else WeightList(first)
-    return WeightList(first, read_index(read(first) or b"", first))
+    if (index := read(first)) is None:
+        raise UnusableIndexError(CONFIG, f"its `{NAMED_KEY}` is `{first}`, which is not there")
+    return WeightList(first, read_index(index, first))
 
 
 def first_file(has: Callable[[str], bool], config: bytes | None, *, pickled: bool = True) -> str | None:

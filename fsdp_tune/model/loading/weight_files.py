@@ -42,13 +42,15 @@ def _check_model(folder: Path) -> list[Problem]:
         return _check_pointer(file) or [Problem("model-weights-damaged", message, Where(str(file)), "download or copy the file again")]
     if listed is None:
         return []  # a configuration alone can be planned
+    if not listed.has_index and not (folder / listed.first).is_file():
+        message = f"its `{NAMED_KEY}` names `{listed.first}`, which is not there"
+        return [Problem("model-weights-missing", message, Where(str(folder / CONFIG)), "download or copy this file")]
     missing = [name for name in listed.files if not (folder / name).is_file()]
     problems = [problem for name in listed.files if name not in missing for problem in _check_file(folder / name)]
     if missing:
         shown = ", ".join(f"`{name}`" for name in missing[:3]) + (", …" if len(missing) > 3 else "")
-        named, place = ("the index names", listed.first) if listed.has_index else (f"`{NAMED_KEY}` names", CONFIG)
-        message = f"{named} {len(listed.files)} files of weights, and {len(missing)} are not there: {shown}"
-        problems.append(Problem("model-weights-missing", message, Where(str(folder / place)), "download or copy these files"))
+        message = f"the index names {len(listed.files)} files of weights, and {len(missing)} are not there: {shown}"
+        problems.append(Problem("model-weights-missing", message, Where(str(folder / listed.first)), "download or copy these files"))
     return problems
 
 
