@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from fsdp_tune.core.files import is_inside
 from fsdp_tune.core.tensors.file_formats import without_duplicates
-from fsdp_tune.core.values import as_mapping
+from fsdp_tune.core.values import as_mapping, is_mapping
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -137,10 +137,10 @@ def read_index(raw: bytes, index: str = INDEX) -> dict[str, str]:
         weight_map: object = json.loads(raw, object_pairs_hook=without_duplicates)["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UnusableIndexError(index, f"it is not an index ({type(error).__name__}: {error})") from error
-    if not isinstance(weight_map, dict):
+    if not is_mapping(weight_map):
         raise UnusableIndexError(index, f"it is not an index (its `weight_map` is a {type(weight_map).__name__})")
     found: dict[str, str] = {}
-    for name, file in as_mapping(weight_map).items():
+    for name, file in weight_map.items():
         if not f"{name}{file}".isprintable():
             raise UnusableIndexError(index, f"it has a name that cannot be printed: {name!r} in {file!r}")
         if not isinstance(file, str) or not is_inside(file):
