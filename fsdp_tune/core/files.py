@@ -130,3 +130,8 @@ def _require_regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "not a file")
         raise UnsuitableFileError(path, f"is {kind}, not a regular file", "move it away, or put back the file that the run wrote")
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a relative path that was read from a file stays inside the directory that the file describes."""
+    return bool(name) and "\0" not in name and "\\" not in name and not name.startswith("/") and ".." not in name.split("/")

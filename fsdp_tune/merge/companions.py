@@ -15,7 +15,8 @@ from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.hub import HubResource, resolves_inside, snapshot
 from fsdp_tune.core.tensors.dtypes import DType
 from fsdp_tune.core.tensors.encodings import without_quantisation
-from fsdp_tune.merge.source import INDEX_NAME, Selection
+from fsdp_tune.core.tensors.weight_files import NAMED_KEY
+from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.references import can_only_be_a_path
 from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.run.written_files import model_files
@@ -132,7 +133,7 @@ def fetch_model(base: str, *, revision: str | None = None, named_in: Path | None
     """
     if Path(base).is_dir():
         return Path(base)
-    return _download(base, [*_SMALL, "*.safetensors", INDEX_NAME], revision=revision, named_in=named_in)
+    return _download(base, [*_SMALL, "*.safetensors", "*.safetensors.index.json"], revision=revision, named_in=named_in)
 
 
 def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, named_in: Path | None = None) -> Path:
@@ -151,7 +152,7 @@ def output_config(
     The dtype has the name of transformers 5 and that of transformers before 4.56, `torch_dtype`.
     """
     written = config if is_quantised else without_quantisation(config)
-    merged = {key: value for key, value in written.items() if key != "_name_or_path"}
+    merged = {key: value for key, value in written.items() if key not in ("_name_or_path", NAMED_KEY)}
     if dtype is not None:
         names = {"dtype": dtype.name, "torch_dtype": dtype.name}
         merged |= names

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from fsdp_tune.core.command import BaseWeights, MergeCheck, MergedDtype
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
-from fsdp_tune.core.files import folders_in
+from fsdp_tune.core.files import folders_in, read_regular
 from fsdp_tune.core.tensors.dcp_metadata import METADATA_NAME
 from fsdp_tune.core.tensors.file_formats import WEIGHTS_FILE
+from fsdp_tune.core.tensors.weight_files import CONFIG, INDEX, MAX_INDEX_BYTES, SINGLE, UnusableIndexError, first_file
 from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.best_checkpoint import best_checkpoint
 from fsdp_tune.merge.merge_options import MergeOptions
@@ -33,8 +34,7 @@ from fsdp_tune.run.launch_files import read_recipe_json
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
 from fsdp_tune.run.written_files import merge_record
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME, INDEX_NAME = SINGLE, INDEX
 PICKLE_NAME = "pytorch_model_fsdp.bin"
 OLD_PICKLE_NAME = "pytorch_model.bin"  # transformers before safetensors
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
@@ -97,13 +97,28 @@ def find_weights(place: Path) -> Weights | None:
         return _weights_in(place, Format.DCP, METADATA_NAME)
     if shards.is_dir() or place.name == SHARD_FOLDER:
         return _weights_in(shards if shards.is_dir() else place, Format.DCP, METADATA_NAME)
-    if (place / INDEX_NAME).is_file():
-        return _weights_in(place, Format.SAFETENSORS, SINGLE_NAME)
+    if (first := _first_file(place)) is not None:
+        return _weights_in(place, Format.SAFETENSORS, first)
     for kind, name in (*FILE_OF.items(), (Format.PICKLE, OLD_PICKLE_NAME)):
         if (place / name).is_file():
             return _weights_in(place, kind, name)
     shards = sorted(path.name for path in place.iterdir() if HF_SHARD.fullmatch(path.name)) if place.is_dir() else []
     return _weights_in(place, Format.HF_SHARDS, shards[0]) if shards else None
+
+
+def _first_file(folder: Path) -> str | None:
+    """Return the safetensors file of a model directory that is read first: the only one, or the index. Raises: FailedError."""
+    config = folder / CONFIG
+    try:
+        return first_file(
+            lambda name: (folder / name).is_file(),
+            read_regular(config, most_bytes=MAX_INDEX_BYTES) if config.is_file() else None,
+            pickled=False,
+        )
+    except UnusableIndexError as error:
+        raise failed_error(
+            "merge-path-traversal" if error.leaves_directory else "merge-config", str(error), where=Where(str(config))
+        ) from error
 
 
 def _weights_in(folder: Path, kind: Format, file: str) -> Weights:

@@ -29,6 +29,7 @@ from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema.effects import Affects
 from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema.recipe import Recipe
+from fsdp_tune.run.base_model import weights_in
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.manifest import digest
 
@@ -67,7 +68,6 @@ def keep_plan(cache: Path, key: str, plan: Plan) -> None:
 
 
 CONFIG = "config.json"
-WEIGHTS = ("*.safetensors", "*.bin")
 COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.trace_recipe")
 
 
@@ -185,7 +185,7 @@ def _configuration(recipe: Recipe) -> str:
     files = [path / CONFIG, *sorted(path.glob("*.py"))] if path.is_dir() else [path]
     digests = [digest(file.read_bytes(), size=16) for file in files if file.is_file()]
     # Weights decide whether head and embedding are tied (`model.loading.stored_tensors`).
-    states = [file.stat() for pattern in WEIGHTS for file in sorted(path.glob(pattern))] if path.is_dir() else []
+    states = [file.stat() for file in weights_in(path)] if path.is_dir() else []
     return " ".join([path.name, *digests, *(f"{state.st_size} {state.st_mtime_ns}" for state in states)])
 
 

@@ -9,6 +9,7 @@ and vLLM have one tensor for each expert and the older names (`WeightConverter` 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import Literal
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.files import open_regular
+from fsdp_tune.core.tensors.weight_files import UnusableIndexError, find_weight_list
 from fsdp_tune.core.units import KIB
 from fsdp_tune.recipe.schema.sections import Model
 from fsdp_tune.run.records import Document, Environment
@@ -67,8 +69,7 @@ def identify_weights(name: str | None, revision: str | None) -> str | None:
     folder = Path(name)
     try:
         if folder.is_dir():
-            has_weights = any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
-            return digest_of_weights(folder) if has_weights else None
+            return digest_of_weights(folder) if weights_in(folder) else None
         commit = _commit(name, revision)
     except (OSError, ValueError):
         return None
@@ -135,7 +136,20 @@ def digest_of_weights(folder: Path) -> str:
 
     Training changes nearly every byte of a file, so that another model is noticed without reading hundreds of GB.
     """
-    return digest_of_samples([file for pattern in WEIGHT_FILES for file in folder.glob(pattern)])
+    return digest_of_samples(weights_in(folder))
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """Return the weight files of a local directory, also those below it that its index names."""
+
+    def read(file: str) -> bytes | None:
+        return path.read_bytes() if (path := folder / file).is_file() else None
+
+    found = {file for pattern in WEIGHT_FILES for file in folder.glob(pattern)}
+    with contextlib.suppress(UnusableIndexError):
+        listed = find_weight_list(lambda file: (folder / file).is_file(), read)
+        found |= {path for file in (listed.files if listed is not None else ()) if (path := folder / file).is_file()}
+    return sorted(found)
 
 
 def digest_of_samples(paths: Iterable[Path]) -> str:

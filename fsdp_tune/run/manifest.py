@@ -13,7 +13,7 @@ from typing import Any, cast
 import xxhash
 
 from fsdp_tune.core.atomic import DISK, write_json
-from fsdp_tune.core.files import UnsuitableFileError, open_regular, read_regular
+from fsdp_tune.core.files import UnsuitableFileError, is_inside, open_regular, read_regular
 
 
 def digest(*parts: str | bytes, size: int = 8) -> str:
@@ -246,8 +246,3 @@ def _passes_a_link(root: Path, path: Path) -> bool:
             return True
         path = path.parent
     return False
-
-
-def is_inside(name: str) -> bool:
-    """Return whether a relative path that was read from a file stays inside the directory that the file describes."""
-    return bool(name) and "\0" not in name and "\\" not in name and not name.startswith("/") and ".." not in name.split("/")

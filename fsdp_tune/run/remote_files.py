@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 
 from fsdp_tune.core.atomic import DISK, stage_path, write_file
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.files import is_inside
 from fsdp_tune.core.hub import causes_of, first_line
-from fsdp_tune.run.manifest import DIGEST_CHUNK_BYTES, Digester, FileEntry, is_inside
+from fsdp_tune.run.manifest import DIGEST_CHUNK_BYTES, Digester, FileEntry
 from fsdp_tune.run.store_checksums import PART_BYTES, Checksums
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import Cli
 from tests.merge.published import LAYOUTS
+from tests.model.shards import INDEX, SHARDS, save_two_shards
 
 
 def write_recipe(tmp_path: Path, base: Path) -> Path:
@@ -88,3 +89,15 @@ def test_base_with_weights_under_names_that_no_rule_knows_is_refused_and_nothing
         assert f"`{name}.weight`" in error["message"]
         assert error["hint"]
     assert not (tmp_path / "run").exists()
+
+
+def test_tensor_that_two_files_hold_is_refused_with_both_files_and_a_hint(cli: Cli, tmp_path: Path) -> None:
+    base = save_two_shards(tmp_path / "base")
+    name = next(iter(load_file(base / SHARDS[0])))
+    save_file({**load_file(base / SHARDS[1]), name: load_file(base / SHARDS[0])[name] + 1}, base / SHARDS[1])
+    done = cli("validate", "--config", str(write_recipe(tmp_path, base)), "--json")
+    assert done.returncode == 2
+    (error,) = (each for each in json.loads(done.stdout)["errors"] if each["code"] == "model-weights-twice")
+    assert error["file"] == str(base / INDEX)
+    assert all(f"`{each}`" in error["message"] for each in (name, *SHARDS))
+    assert error["hint"]

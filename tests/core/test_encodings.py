@@ -371,6 +371,11 @@ def test_what_no_rule_reads_is_named(tensors: Tensors, settings: dict[str, Any],
     assert any(each.name.endswith(named) for each in find_encodings(types_of(tensors), settings).unread)
 
 
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "C64", "I64", "BOOL"])
+def test_types_of_plain_models_need_no_rule(dtype: str) -> None:
+    assert find_encodings({W + "weight": StoredType(dtype, (4, 4))}, {}).unread == ()
+
+
 def test_settings_are_found_where_configs_have_them() -> None:
     assert method_of(quantisation_of({"text_config": {"quantization_config": FP8}})) == "fp8"
     assert method_of(quantisation_of({"compression_config": {"config_groups": {"a": {}}}})) == "compressed-tensors"

@@ -200,7 +200,7 @@ PLANTS: tuple[Plant, ...] = (
         rows="F114",
         by=("faults/test_worlds.py::pickled_code_in_rank_state_is_not_run",),
     ),
-    plant("paths outside the checkpoint accepted", "run.manifest:is_inside", always("name.startswith"), always("name.split"), rows="F116"),
+    plant("paths outside the checkpoint accepted", "core.files:is_inside", always("name.startswith"), always("name.split"), rows="F116"),
     plant("secrets not masked", "core.secrets:masked", result("value"), rows="F120"),
     plant("terminal escapes not escaped", "cli.terminal:printable", always("unicodedata.category"), rows="F124"),
     # merge

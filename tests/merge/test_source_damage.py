@@ -265,11 +265,12 @@ def test_damaged_safetensors_file_is_refused(kind, place, tmp_path):
 
 
 INDEX_DAMAGE = {
-    "file outside": {"weight_map": {"a.weight": "../model.safetensors"}},
+    "file outside": {"weight_map": {"a.weight": "../all.safetensors"}},
+    "folder outside": {"weight_map": {"a.weight": "outside/all.safetensors"}},
     "absolute file": {"weight_map": {"a.weight": "/etc/passwd"}},
     "file missing": {"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}},
-    "tensor missing": {"weight_map": {"a.weight": "model.safetensors"}},
-    "tensor too many": {"weight_map": dict.fromkeys([*STATE, "d"], "model.safetensors")},
+    "tensor too many": {"weight_map": dict.fromkeys([*STATE, "d"], "all.safetensors")},
+    "no tensor": {"weight_map": {}},
     "name with a line end": {"weight_map": {"a.weight\nerror: all is well": "model.safetensors"}},
     "file with a line end": {"weight_map": {"a.weight": "model\n.safetensors"}},
     "no map": {"weights": {}},
@@ -279,6 +280,9 @@ INDEX_DAMAGE = {
 
 @pytest.mark.parametrize("kind", INDEX_DAMAGE)
 def test_damaged_index_is_refused(kind, place, tmp_path):
+    (place / "full" / "model.safetensors").rename(place / "full" / "all.safetensors")  # it would be read without the index
+    shutil.copy(place / "full" / "all.safetensors", place)
+    (place / "full" / "outside").symlink_to(place)
     (place / "full" / "model.safetensors.index.json").write_text(json.dumps(INDEX_DAMAGE[kind]))
     error = fails(place / "full", tmp_path)
     assert error.exit_code == 1

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loading.inspect import find_facts
 from fsdp_tune.model.loading.weight_files import check_weight_files
@@ -83,6 +84,22 @@ def test_file_cut_inside_its_header_is_reported(base: Path) -> None:
 def test_damaged_index_is_reported(text: str, base: Path) -> None:
     (base / INDEX).write_text(text)
     assert problems(base) == [("model-weights-damaged", INDEX)]
+
+
+def test_index_that_leads_out_of_the_directory_is_reported(base: Path) -> None:
+    save_file({"w0": torch.zeros(2)}, base.parent / "outside.safetensors")
+    write_shards(base, ["../outside.safetensors"], [])
+    assert problems(base) == [("model-weights-damaged", INDEX)]
+    with pytest.raises(FsdpTuneError, match="not a file in this directory"):
+        find_weight_files(recipe_of({"name_or_path": str(base)}))
+
+
+def test_file_that_config_json_names_and_that_is_not_there_is_reported(base: Path) -> None:
+    save_file({"w": torch.zeros(2)}, base / SINGLE)
+    (base / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"transformers_weights": "own.safetensors"}))
+    assert problems(base) == [("model-weights-missing", "config.json")]
+    (base / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"transformers_weights": "own.safetensors.index.json"}))
+    assert problems(base) == [("model-weights-damaged", "config.json")]
 
 
 def test_configuration_alone_has_no_problem(base: Path) -> None:

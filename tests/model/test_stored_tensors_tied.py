@@ -103,3 +103,16 @@ def test_recipe_that_ties_different_weights_is_refused(tmp_path: Path) -> None:
     assert [problem.code for problem in caught.value.problems] == ["tie-contradicts-weights"]
     allowed = trained(save_base(tmp_path / "equal", "llama", change=0.0), config_overrides={"tie_word_embeddings": True})
     assert model_config(allowed).tie_word_embeddings is True
+
+
+def test_head_of_the_files_that_are_read_decides(tmp_path: Path) -> None:
+    """Not that of an index beside the single file, and also one that the index does not list."""
+    base = save_base(tmp_path, "llama", change=0.5)
+    other = save_base(tmp_path / "other", "llama", change=0.0) / "model.safetensors"
+    stale = other.rename(base / "stale.safetensors")
+    index = base / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(stale), stale.name)}))
+    assert not is_tied(build_empty(trained(base)))
+    (base / "model.safetensors").rename(stale)
+    index.write_text(json.dumps({"weight_map": {EMBEDDINGS["llama"]: stale.name}}))
+    assert not is_tied(build_empty(trained(base)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import SafetensorsFileMetadata, TensorInfo
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -174,6 +175,61 @@ def test_headers_of_a_base_that_is_not_on_this_machine_are_read_from_the_hub(bas
     assert found is not None
     account = account_for(recipe, model_config(recipe), build_empty(recipe), found)
     assert account.names("carried") == ("mtp.fc.weight",)
+
+
+@pytest.mark.parametrize("held", ["single file and index", "index", "one of both shards", "pickle"])
+def test_files_of_a_repository_are_those_that_ranks_download(held: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single file comes before an index, and a tensor of two shards is in the one that the index names."""
+    config = json.loads((base / "config.json").read_text()) | ({"quantization_config": {"quant_method": "fp8"}} if held == "pickle" else {})
+    (base / "config.json").write_text(json.dumps(config))
+    weight_map = {"a": "1.safetensors", "b": "2.safetensors"} | ({"c": "1.safetensors"} if held == "index" else {})
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    headers = {"model.safetensors": {"a": [3]}, "1.safetensors": {"a": [1], "c": [1]}, "2.safetensors": {"b": [2], "c": [2]}}
+    there = {
+        "single file and index": {"model.safetensors", "model.safetensors.index.json"},
+        "pickle": {"pytorch_model.bin"},
+    }.get(held, {"model.safetensors.index.json"})
+
+    def parse(_: str, file: str, *, revision: str) -> SafetensorsFileMetadata:
+        assert revision == "main"
+        infos = {name: TensorInfo("F32", shape, (0, 4 * shape[0])) for name, shape in headers[file].items()}
+        return SafetensorsFileMetadata({}, infos)
+
+    monkeypatch.setattr(exported_config, "file_exists", lambda _, file, **__: file in there)
+    monkeypatch.setattr(exported_config, "parse_safetensors_file_metadata", parse)
+    monkeypatch.setattr(exported_config, "file_of_model", lambda _, __, file: path if (path := base / file).is_file() else None)
+    if held == "pickle":
+        with pytest.raises(FsdpTuneError, match=r"quantised \(fp8\)"):
+            exported_config._tensors_of_hub("org/name", "main", base)
+        return
+    found = exported_config._tensors_of_hub("org/name", "main", base)
+    assert found is not None
+    shapes = {name: stored.shape for name, stored in found.types.items()}
+    assert shapes["a"] == ((3,) if held == "single file and index" else (1,))
+    assert [problem.code for problem in found.problems] == (["model-weights-twice"] if held == "one of both shards" else [])
+    if held == "index":
+        assert (shapes["c"], found.files["c"]) == ((1,), base / "1.safetensors")
+
+
+def test_tensors_beside_an_index_whose_shards_are_gone_are_accounted_for(base: Path) -> None:
+    rewrite(base, {"mtp.fc.weight": torch.ones(2, 2)})
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {UP: "model-00001-of-00002.safetensors"}}))
+    found = find_facts(recipe_of({"name_or_path": str(base)}))
+    assert found.problems == ()
+    assert found.facts is not None
+    assert found.facts.tensors.carried == ("mtp.fc.weight",)
+
+
+def test_weights_that_a_config_names_are_not_named_by_that_of_the_trained_model(base: Path) -> None:
+    """A merge writes them under the usual name."""
+    (base / "model.safetensors").rename(base / "own.safetensors")
+    config = json.loads((base / "config.json").read_text()) | {"transformers_weights": "own.safetensors"}
+    (base / "config.json").write_text(json.dumps(config))
+    found = find_facts(recipe_of({"name_or_path": str(base)}))
+    assert found.problems == ()
+    assert found.facts is not None
+    assert "trained" in found.facts.tensors.counts
+    assert "transformers_weights" not in found.facts.exported_config
 
 
 def test_parameter_of_the_class_with_the_name_of_a_scale_is_trained_and_loaded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 
-from fsdp_tune.core.errors import FailedError
+from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.model.loading import weight_slices as slices
-from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, fits, read_slices
+from fsdp_tune.model.loading.inspect import find_facts
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, fits, read_slices, read_tensors
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.merge.ranks import run_ranks
+from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
+from tests.model.shards import INDEX, SHARDS, SOUND, index_of, save_two_shards, write_index
 from tests.ranks import Ranks
 
 MIB = 1 << 20
@@ -142,6 +146,49 @@ def test_file_truncated_during_load_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(FailedError, match="it ends at byte"):
         read_slices(Holder({name: value.clone() for name, value in STATE.items()}), weights)
+
+
+# ------------------------------------------------------------------------------------------------ which files, and which of two
+
+
+@pytest.fixture
+def two_shards(tmp_path: Path) -> Path:
+    return save_two_shards(tmp_path)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize("change", SOUND)
+def test_files_and_tensors_are_those_that_transformers_reads(change: Any, two_shards: Path) -> None:
+    change(two_shards)
+    theirs = AutoModelForCausalLM.from_pretrained(two_shards).state_dict()
+    recipe = recipe_of({"name_or_path": str(two_shards)})
+    assert find_facts(recipe).problems == ()
+    found = find_weight_files(recipe)
+    assert found is not None
+    ours = {name: torch.full_like(value, torch.nan) for name, value in theirs.items()}
+    read_tensors(ours, found)
+    assert [name for name, value in theirs.items() if not torch.equal(ours[name], value)] == []
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_tensor_that_two_files_hold_is_refused_by_its_name_if_they_do_not_agree_which(is_listed: bool, two_shards: Path) -> None:
+    """transformers takes it from the last file, whatever the index names."""
+    for file in SHARDS:
+        value = torch.full((FAMILIES["llama"]["hidden_size"],), float(file == SHARDS[0]))
+        save_file({**load_file(two_shards / file), NORM: value}, two_shards / file, metadata={"format": "pt"})
+    weight_map = {name: file for name, file in index_of(two_shards).items() if name != NORM}
+    write_index(two_shards, weight_map | ({NORM: SHARDS[0]} if is_listed else {}))
+    recipe = recipe_of({"name_or_path": str(two_shards)})
+    (problem,) = find_facts(recipe).problems
+    assert (problem.code, problem.where.source) == ("model-weights-twice", str(two_shards / INDEX))
+    assert f"`{NORM}` is in both `{SHARDS[0]}` and `{SHARDS[1]}`" in problem.message
+    assert problem.hint is not None
+    with pytest.raises(FsdpTuneError, match="is in both"):
+        find_weight_files(recipe)
+    write_index(two_shards, weight_map | {NORM: SHARDS[1]})
+    assert find_facts(recipe).problems == ()
 
 
 # ------------------------------------------------------------------------------------------------------------------ memory

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
-from fsdp_tune.run.base_model import SAMPLE_BYTES, SAMPLES, BaseModel, describe_base
+from fsdp_tune.run.base_model import SAMPLE_BYTES, SAMPLES, BaseModel, describe_base, identify_weights
 
 
 def weights(folder: Path, content: bytes, name: str = "model.safetensors") -> Path:
@@ -80,3 +81,14 @@ def test_branch_that_moved_is_another_base(tmp_path: Path, monkeypatch: pytest.M
     assert before.revision == "a" * 40
     assert not before.differs_from(same)
     assert before.differs_from(moved)
+
+
+def test_shards_below_the_directory_are_part_of_its_identity(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "sub/a.safetensors"}}))
+    found = []
+    for content in (b"one", b"two"):
+        weights(tmp_path / "sub", content, "a.safetensors")
+        found.append(identify_weights(str(tmp_path), None))
+    assert None not in found
+    assert found[0] != found[1]

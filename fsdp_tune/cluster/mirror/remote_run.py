@@ -24,8 +24,9 @@ from pathlib import Path, PurePosixPath
 from fsdp_tune.cluster.mirror.writer import WRITERS
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, fsync_tree, needs_filling, publish, staged_directory, write_file
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.files import is_inside
 from fsdp_tune.run.directory import CHECKPOINT_KIND, CHECKPOINT_NAME, RunDir
-from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage, digest_file, is_inside
+from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage, digest_file
 from fsdp_tune.run.records import Document
 from fsdp_tune.run.remote_files import PACKAGES, ContentError, RemoteDirectory, RemoteEntry, UrlError
 

@@ -37,11 +37,11 @@ from fsdp_tune.cluster.mirror.remote_run import (
 from fsdp_tune.cluster.mirror.sent_contents import as_content_errors, read_run_files
 from fsdp_tune.cluster.mirror.writer import MirrorInUseError, Writer
 from fsdp_tune.core.atomic import DISK
-from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.files import is_inside, read_regular
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.run.directory import CHECKPOINT_KIND, MERGE_RECORD, RunDir, best_so_far, checkpoint_step
 from fsdp_tune.run.events import MetricsEvent, Mirrored, MirrorFailed
-from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, is_inside, list_files, read_manifest
+from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, digest_data, digest_file, list_files, read_manifest
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.mirror_state import MirrorState, state_path
 from fsdp_tune.run.remote_files import ContentError, UrlError, Verified

@@ -175,7 +175,7 @@ def _why_unread(name: str, stored: StoredType, owners: set[str]) -> str | None:
     `owners`: modules, or weights, with a tensor that scales the integers of others. This covers names that no list has, also of tensors
     that a merge would write unchanged into a model that is not quantised.
     """
-    if stored.dtype.startswith(("F8", "F6", "F4")) or stored.dtype not in OF_SAFETENSORS:
+    if stored.dtype.startswith(("F8", "F6_", "F4")) or stored.dtype not in OF_SAFETENSORS:
         return f"is of the type {stored.dtype}, and no rule gives its scales"
     mark = next((mark for mark in _MARKS if name.endswith(f"weight{mark}") or (mark == "_scale_inv" and name.endswith(mark))), None)
     if mark is not None:

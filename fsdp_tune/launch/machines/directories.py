@@ -13,10 +13,11 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.files import is_inside
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.store import ARCHIVE, ARCHIVE_BYTES, LARGEST_ARCHIVE_BYTES
 from fsdp_tune.run.directory import Held, RunDir, held_checkpoints
-from fsdp_tune.run.manifest import MANIFEST_NAME, digest, is_inside, list_files
+from fsdp_tune.run.manifest import MANIFEST_NAME, digest, list_files
 
 READ_SECONDS = 0.2
 """Time between two looks at the documents, which are in memory."""

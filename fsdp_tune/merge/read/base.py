@@ -57,7 +57,7 @@ def read_base(stack: ExitStack, folder: Path) -> ReadBase:
         )
     files = stack.enter_context(SourceFiles(found.root if found is not None else folder.resolve()))
     of_shards = [tensor for shard in shards for tensor in read_pickled(files, shard)[0]]
-    tensors = of_shards if found is None else read_tensors(files, found.format, found.file)[0]
+    tensors = of_shards if found is None else read_tensors(files, found.format, found.file, may_lack=True)[0]
     if missing := missing_parts(files, tensors):
         raise as_error(missing)
     return _decoded({tensor.name: tensor for tensor in tensors}, folder)

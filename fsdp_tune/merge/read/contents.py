@@ -74,8 +74,11 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
     return Contents(tuple(sources), ordered, left_out, tuple(notices))
 
 
-def read_tensors(files: SourceFiles, kind: Format, file: str) -> tuple[list[SourceTensor], list[str]]:
-    """Return (tensors, names of other entries) of one set of weights. Raises: usage error if it is the state of an optimizer."""
+def read_tensors(files: SourceFiles, kind: Format, file: str, *, may_lack: bool = False) -> tuple[list[SourceTensor], list[str]]:
+    """Return (tensors, names of other entries) of one set of weights. Raises: usage error if it is the state of an optimizer.
+
+    `may_lack`: whether an index may list tensors that no file holds, of which loading says what it needs.
+    """
     if kind is Format.DCP:
         tensors, others = read_dcp(files)
     elif kind in (Format.PICKLE, Format.PEFT_PICKLE):
@@ -83,7 +86,7 @@ def read_tensors(files: SourceFiles, kind: Format, file: str) -> tuple[list[Sour
     elif kind is Format.HF_SHARDS:
         tensors, others = read_hf_shards(files), []
     else:
-        tensors, others = read_safetensors(files, file), []
+        tensors, others = read_safetensors(files, file, may_lack=may_lack), []
     optimizer = optimizer_state([tensor.name for tensor in tensors])
     kept = [tensor for tensor in tensors if tensor.name not in optimizer]
     if tensors and not kept:

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.files import open_descriptor
+from fsdp_tune.core.files import is_inside, open_descriptor
 from fsdp_tune.core.tensors.archive import Refused
 from fsdp_tune.core.tensors.dtypes import DType, Extent, Shape
 from fsdp_tune.core.tensors.encoded import Encoded
-from fsdp_tune.run.manifest import is_inside
 
 # Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -181,7 +180,7 @@ class SourceFiles:
             )
         path = self.root / name
         try:
-            if path.is_symlink() and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
+            if (path.is_symlink() or "/" in name) and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
                 raise failed_error("merge-path-traversal", f"`{name}` is a link that leads out of the checkpoint", where=Where(str(path)))
             return _File(open_descriptor(path))
         except FileNotFoundError as error:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.tensors import file_formats as header
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS, Extent, row_major
+from fsdp_tune.core.tensors.weight_files import MAX_INDEX_BYTES, UnusableIndexError, WeightList, is_index
+from fsdp_tune.core.tensors.weight_files import read_index as parse_index
 from fsdp_tune.merge.read.reader import Chunk, SourceFiles, SourceTensor
 from fsdp_tune.merge.source import INDEX_NAME, SINGLE_NAME
-from fsdp_tune.run.manifest import is_inside
-
-MAX_INDEX_BYTES = 100_000_000
-
 
 _ITEM_BYTES = {name: dtype.item_bytes for name, dtype in OF_SAFETENSORS.items()}
 
@@ -28,42 +24,40 @@ def read_header(files: SourceFiles, file: str) -> list[header.HeaderEntry]:
     return found
 
 
-def read_safetensors(files: SourceFiles, single: str = SINGLE_NAME) -> list[SourceTensor]:
-    """Return the tensors of `single`, or of the files in the index, which must agree with them."""
-    if single != SINGLE_NAME or not (files.root / INDEX_NAME).is_file():
-        return [_tensor(files, single, entry) for entry in read_header(files, single)]
-    weight_map = read_index(files)
-    tensors: list[SourceTensor] = []
-    for file in dict.fromkeys(weight_map.values()):
-        entries = read_header(files, file)
-        listed = {name for name, where in weight_map.items() if where == file}
-        if listed != {entry.name for entry in entries}:
-            odd = sorted(listed ^ {entry.name for entry in entries})[0]
-            raise _damaged_file(files, INDEX_NAME, f"it and `{file}` disagree about `{odd}`")
-        tensors.extend(_tensor(files, file, entry) for entry in entries)
-    return tensors
+def read_safetensors(files: SourceFiles, first: str = SINGLE_NAME, *, may_lack: bool = False) -> list[SourceTensor]:
+    """Return the tensors of a file, or of the files of an index, whatever it lists for each of them, as loading does.
+
+    `may_lack`: whether the index may list tensors that no file holds. Raises: FailedError for a tensor that several files hold, if the
+    index names none of them for it.
+    """
+    if not is_index(first):
+        return [_tensor(files, first, entry) for entry in read_header(files, first)]
+    listed = WeightList(first, read_index(files, first))
+    entries = {file: read_header(files, file) for file in dict.fromkeys(listed.weight_map.values())}
+    held = listed.holders({file: {entry.name for entry in found} for file, found in entries.items()})
+    if twice := next((each for each in held.twice if each.listed is None), None):
+        raise _damaged_file(
+            files, first, f"`{twice.name}` is in both `{twice.files[0]}` and `{twice.files[-1]}`, and it names neither for it"
+        )
+    if held.absent and not may_lack:
+        name = held.absent[0]
+        raise _damaged_file(files, first, f"it and `{listed.weight_map[name]}` disagree about `{name}`, which no file holds")
+    return [_tensor(files, file, entry) for file, found in entries.items() for entry in found if held.files[entry.name] == file]
 
 
-def read_index(files: SourceFiles) -> dict[str, str]:
-    """Return {tensor: file} of the index; files must be in the same directory."""
-    size_bytes = files.size_bytes(INDEX_NAME)
+def read_index(files: SourceFiles, index: str = INDEX_NAME) -> dict[str, str]:
+    """Return {tensor: file} of the index; files must be in the same directory, or below it."""
+    size_bytes = files.size_bytes(index)
     if size_bytes > MAX_INDEX_BYTES:
-        raise _damaged_file(files, INDEX_NAME, f"it is {size_bytes:,} bytes long")
+        raise _damaged_file(files, index, f"it is {size_bytes:,} bytes long")
     try:
-        weight_map = json.loads(files.read(INDEX_NAME, 0, size_bytes), object_pairs_hook=header.without_duplicates)["weight_map"]
-        pairs = list(weight_map.items())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _damaged_file(files, INDEX_NAME, f"it is not an index ({error})") from error
-    for name, file in pairs:
-        if not f"{name}{file}".isprintable():
-            raise _damaged_file(files, INDEX_NAME, f"it has a name that cannot be printed: {name!r} in {file!r}")
-        if not isinstance(file, str) or "/" in file or not is_inside(file):
+        return parse_index(files.read(index, 0, size_bytes), index)
+    except UnusableIndexError as error:
+        if error.leaves_directory:
             raise failed_error(
-                "merge-path-traversal",
-                f"the index puts `{name}` into `{file}`, which is not a file in this directory",
-                where=Where(str(files.root / INDEX_NAME)),
-            )
-    return dict(pairs)
+                "merge-path-traversal", f"the index cannot be used: {error}", where=Where(str(files.root / index))
+            ) from error
+        raise _damaged_file(files, index, str(error)) from error
 
 
 def _tensor(files: SourceFiles, file: str, entry: header.HeaderEntry) -> SourceTensor:

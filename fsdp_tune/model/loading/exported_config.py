@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from huggingface_hub import get_safetensors_metadata
+from huggingface_hub import file_exists, parse_safetensors_file_metadata
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from fsdp_tune.core.families import (
     LAYERS,
@@ -28,19 +28,25 @@ from fsdp_tune.core.families import (
 from fsdp_tune.core.hub import cached_model_file, hub_is_reachable
 from fsdp_tune.core.tensors.encoded import StoredType
 from fsdp_tune.core.tensors.encodings import MODELOPT_FILE, settings_of_files, without_quantisation
-from fsdp_tune.model.loading.pickled_files import read_pickled
-from fsdp_tune.model.loading.stored_tensors import read_weight_map
+from fsdp_tune.core.tensors.weight_files import NAMED_KEY, find_weight_list
+from fsdp_tune.model.loading.pickled_codes import refuse_pickled_codes
+from fsdp_tune.model.loading.pickled_files import pickled_paths, read_pickled
+from fsdp_tune.model.loading.stored_tensors import locate, read_objects, twice_problems
 from fsdp_tune.model.loading.tensor_account import BaseTensors
-from fsdp_tune.model.loading.weight_slices import file_of_model, read_headers
+from fsdp_tune.model.loading.weight_slices import base_tensors, file_of_model
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.base_model import BaseRecord
 from fsdp_tune.run.directory import run_of
 from fsdp_tune.run.written_files import model_files
 
 _LOG = logging.getLogger(__name__)
+_REQUESTS = 8
 
 
-_NOT_COMPARED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "quantization_config")
+_NOT_COMPARED = (
+    *("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "quantization_config"),
+    NAMED_KEY,
+)
 """Fields that a merge sets, or that do not change the model."""
 
 
@@ -61,7 +67,7 @@ def local_tensors(recipe: Recipe) -> BaseTensors | None:
     """Return the tensors in the safetensors files of a recipe's base, of which the hub is asked for the headers if they are not on this
     machine, or in its pickled files on this machine. None if it has no such files, or if they cannot be reached.
 
-    Raises: usage error for pickled files that torch does not read.
+    Raises: usage error for pickled files with quantised weights, or that torch does not read.
     """
     folder, name = base_folder(recipe), str(recipe.model.name_or_path)
     if folder is None or run_of(Path(name)) is not None:
@@ -72,32 +78,54 @@ def local_tensors(recipe: Recipe) -> BaseTensors | None:
         is_of_hub = file == MODELOPT_FILE and not Path(name).is_dir() and hub_is_reachable()
         return path if path.is_file() else file_of_model(name, recipe.model.revision, file) if is_of_hub else None
 
-    base = read_headers(find)
-    is_complete = all(path.is_file() for path in _files_of_index(folder))
-    if base.types and is_complete:
-        return base
+    located = locate(find)
+    if located.tensors and located.is_complete:
+        return base_tensors(located, find)
     if not Path(name).is_dir() and hub_is_reachable() and (of_hub := _tensors_of_hub(name, recipe.model.revision, folder)) is not None:
         return of_hub
-    has_others = any(find(file) is not None for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-    return None if has_others else read_pickled(find)
-
-
-def _files_of_index(folder: Path) -> set[Path]:
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    return {folder / file for file in read_weight_map(index).values()} if index.is_file() else set()
+    base = read_pickled(pickled_paths(find))
+    if base is not None:
+        refuse_pickled_codes(name, find, base)
+    return base
 
 
 def _tensors_of_hub(name: str, revision: str, folder: Path) -> BaseTensors | None:
-    """Return the tensors of a repository from the headers of its files. `folder`: its snapshot, which has config.json."""
+    """Return the tensors of a repository from the headers of its files. `folder`: its snapshot, which has config.json.
+
+    Raises: usage error for quantised weights in files of another kind.
+    """
+
+    def find(file: str) -> Path | None:
+        return file_of_model(name, revision, file)
+
+    def read(file: str) -> bytes | None:
+        return path.read_bytes() if (path := find(file)) is not None else None
+
     try:
-        found = get_safetensors_metadata(name, revision=revision)
+        listed = find_weight_list(lambda file: file_exists(name, file, revision=revision), read)
+        headers = {} if listed is None or listed.is_pickled else _headers_of_hub(name, revision, listed.files)
     except Exception as error:  # noqa: BLE001  of the network too: the ranks read the files, and find what is wrong with them
         _LOG.info("the headers of %s cannot be read: %s", name, error)
         return None
-    tensors = {key: (file, info) for file, each in found.files_metadata.items() for key, info in each.tensors.items()}
-    types = {key: StoredType(info.dtype, tuple(info.shape)) for key, (_, info) in tensors.items()}
-    settings = settings_of_files(lambda file: _read_object(file_of_model(name, revision, file)), types)
-    return BaseTensors(types, {key: folder / file for key, (file, _) in tensors.items()}, settings)
+    if listed is None or listed.is_pickled:
+        if listed is not None:
+            refuse_pickled_codes(name, find)
+        return None
+    held = listed.holders(headers)
+    types = {key: headers[file][key] for key, file in held.files.items()}
+    settings = settings_of_files(read_objects(find), types)
+    problems = twice_problems(held, folder / listed.first)  # ranks compare values, when they have the files
+    return BaseTensors(types, {key: folder / file for key, file in held.files.items()}, settings, problems)
+
+
+def _headers_of_hub(name: str, revision: str, files: Sequence[str]) -> dict[str, dict[str, StoredType]]:
+    """Return types and shapes of the tensors of each file of a repository."""
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        found = pool.map(lambda file: parse_safetensors_file_metadata(name, file, revision=revision).tensors, files)
+        return {
+            file: {key: StoredType(info.dtype, tuple(info.shape)) for key, info in tensors.items()}
+            for file, tensors in zip(files, found, strict=True)
+        }
 
 
 def record_of_run(recipe: Recipe) -> BaseRecord:
@@ -142,7 +170,8 @@ def _exported_config(recipe: Recipe, changes: Mapping[str, object], config: PreT
     if folder is not None and (written := _read_object(folder / "config.json")):
         own = with_changes(written, changes)
         candidates = [with_old_spellings(own), own, *candidates] if _is_of_transformers_5(written) else [own, *candidates]
-    candidates = [without_quantisation(candidate) for candidate in candidates]  # a merged model is not quantised
+    # A merged model is not quantised, and its files have the usual names.
+    candidates = [{key: value for key, value in without_quantisation(each).items() if key != NAMED_KEY} for each in candidates]
     return next((candidate for candidate in candidates if _reads_as(candidate, config)), candidates[-1])
 
 

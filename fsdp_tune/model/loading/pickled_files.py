@@ -8,37 +8,42 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.tensors.dtypes import DTYPES
 from fsdp_tune.core.tensors.encoded import StoredType
-from fsdp_tune.model.loading.stored_tensors import read_weight_map
+from fsdp_tune.model.loading.stored_tensors import Find, list_weights
 from fsdp_tune.model.loading.tensor_account import BaseTensors
 
 
-def read_pickled(file: Callable[[str], Path | None]) -> BaseTensors | None:
-    """Return the tensors of a model's pickled files; None if it has none, or not all of them. `file`: returns the path of a file of the
-    model, None if it has none. Raises: usage error for a file that torch does not read.
+def pickled_paths(find: Find) -> list[Path]:
+    """Return the files of `torch.save` that hold a model's weights; [] if others do, or if one of them is missing.
+
+    Raises: FailedError for an unusable index.
+    """
+    listed = list_weights(find)
+    if listed is None or not listed.is_pickled:
+        return []
+    paths = [find(file) for file in listed.files]
+    return [path for path in paths if path is not None] if None not in paths else []
+
+
+def read_pickled(paths: Sequence[Path]) -> BaseTensors | None:
+    """Return the tensors of pickled files; None of no file. Raises: usage error for a file that torch does not read.
 
     Of a name in two shards the later shard counts, as it does where transformers loads them.
     """
-    paths: list[Path | None] = [file(WEIGHTS_NAME)]
-    if paths == [None] and (index := file(WEIGHTS_INDEX_NAME)) is not None:
-        paths = [file(name) for name in sorted(set(read_weight_map(index).values()))]
     types: dict[str, StoredType] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path is None:
-            return None
         found = _types(path)
         types |= found
         files |= dict.fromkeys(found, path)
-    return BaseTensors(types, files, {})
+    return BaseTensors(types, files, {}) if paths else None
 
 
 def _types(path: Path) -> dict[str, StoredType]:

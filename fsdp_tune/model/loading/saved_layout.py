@@ -20,12 +20,12 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.families import is_head
 from fsdp_tune.model.adapters.lora import adapters_of
 from fsdp_tune.model.loading.exported_config import base_folder
-from fsdp_tune.model.loading.stored_tensors import read_weight_map
+from fsdp_tune.model.loading.stored_tensors import list_weights
 from fsdp_tune.model.loading.tensor_account import BaseTensors, names_in_model, parameters_of
 from fsdp_tune.model.loading.weight_slices import read_headers
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -73,9 +73,16 @@ def published_names(config: PreTrainedConfig, model: PreTrainedModel, layout: Ba
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
     """Return {name: shape} of the tensors in a model directory; None for the shapes of files that are not there, or are pickled."""
-    index = next((path for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if (path := folder / name).is_file()), None)
-    base = read_headers(lambda name: path if (path := folder / name).is_file() else None)
-    return dict.fromkeys(read_weight_map(index).keys() - base.types.keys() if index is not None else ()) | base.plain_shapes()
+
+    def find(name: str) -> Path | None:
+        return path if (path := folder / name).is_file() else None
+
+    try:
+        listed = list_weights(find)
+    except FsdpTuneError:
+        return {}  # the loader reports the index
+    base = read_headers(find)
+    return dict.fromkeys(listed.weight_map.keys() - base.types.keys() if listed is not None else ()) | base.plain_shapes()
 
 
 def saved_layout(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...] | None] | None = None) -> BaseLayout:

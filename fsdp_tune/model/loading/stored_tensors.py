@@ -9,25 +9,27 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, failed_error
 from fsdp_tune.core.tensors.dtypes import OF_SAFETENSORS
 from fsdp_tune.core.tensors.encoded import Encoded
 from fsdp_tune.core.tensors.encodings import Encodings
 from fsdp_tune.core.tensors.file_formats import DamagedHeader, HeaderEntry, read_header
+from fsdp_tune.core.tensors.weight_files import Holders, UnusableIndexError, WeightList, find_weight_list
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+_COMPARED_BYTES = 16 << 20
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -157,13 +159,94 @@ def decoded(tensors: Mapping[str, Stored], encodings: Encodings) -> dict[str, St
     return found
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Return {tensor: file} of an index of weights; {} if the index is damaged, which the loader reports."""
+Find = Callable[[str], Path | None]
+"""Returns the path of a file of a model, None if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The tensors in the safetensors files of a model, by name: the file of each and its entry in the header of that.
+
+    `problems`: of tensors that several files hold. `is_complete`: whether all files are there.
+    """
+
+    tensors: dict[str, tuple[Path, HeaderEntry]]
+    problems: tuple[Problem, ...] = ()
+    is_complete: bool = True
+
+    def stored(self) -> dict[str, Stored]:
+        """Return where the elements of each tensor are, except of a type that is not in DTYPES."""
+        return {
+            name: Stored(path, dtype, entry.shape, entry.first_byte)
+            for name, (path, entry) in self.tensors.items()
+            if (dtype := DTYPES.get(entry.dtype)) is not None
+        }
+
+
+def list_weights(find: Find, *, pickled: bool = True) -> WeightList | None:
+    """Return the files of a model's weights (`core.tensors.weight_files`). Raises: FailedError for an unusable index."""
+
+    def read(file: str) -> bytes | None:
+        return path.read_bytes() if (path := find(file)) is not None else None
+
     try:
-        found: object = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError):
-        return {}
-    return cast("dict[str, str]", found) if isinstance(found, dict) else {}
+        return find_weight_list(lambda file: find(file) is not None, read, pickled=pickled)
+    except UnusableIndexError as error:
+        raise _damaged(find(error.file) or Path(error.file), str(error)) from error
+
+
+def read_objects(find: Find) -> Callable[[str], Mapping[str, object] | None]:
+    """Return what reads the JSON files of a model."""
+    return lambda name: json.loads(path.read_bytes()) if (path := find(name)) is not None else None
+
+
+def locate(find: Find) -> Located:
+    """Return the tensors in the safetensors files of a model. Raises: FailedError for an unusable index, and for a damaged header."""
+    listed = list_weights(find, pickled=False)
+    if listed is None:
+        return Located({})
+    paths = {file: path for file in listed.files if (path := find(file)) is not None}
+    entries = {file: {entry.name: entry for entry in headers_of(path)} for file, path in paths.items()}
+    held = listed.holders(entries)
+    tensors = {name: (path, entry) for file, path in paths.items() for name, entry in entries[file].items() if held.files[name] == file}
+    problems = twice_problems(held, find(listed.first) or Path(listed.first), lambda name, file: (paths[file], entries[file][name]))
+    return Located(tensors, problems, is_complete=len(paths) == len(listed.files))
+
+
+def twice_problems(held: Holders, index: Path, place: Callable[[str, str], tuple[Path, HeaderEntry]] | None = None) -> tuple[Problem, ...]:
+    """Return the problem of tensors that several files hold, if no index decides, or if it names a file that transformers does not read.
+
+    The latter does no harm to copies that are equal. `place`: the path and entry of a tensor in a file; None where they cannot be read.
+    """
+    found = {each.name: each for each in held.twice if each.listed is None}
+    others = [each for each in held.twice if each.listed not in (None, each.files[-1])]
+    if place is not None:
+        found |= {
+            each.name: each for each in others if not _are_equal(place(each.name, str(each.listed)), place(each.name, each.files[-1]))
+        }
+    if not found:
+        return ()
+    first = found[min(found)]
+    why = (
+        f"{index.name} names neither of them for it"
+        if first.listed is None
+        else f"its values differ: {index.name} names `{first.listed}`, and transformers reads `{first.files[-1]}`"
+    )
+    message = f"`{first.name}` is in both `{first.files[0]}` and `{first.files[-1]}`, and {why} ({len(found):,} such tensors)"
+    hint = "remove the tensor from the file that is wrong and name the other one in the index, or download the model again"
+    return (Problem("model-weights-twice", message, Where(str(index), key="model.name_or_path"), hint),)
+
+
+def _are_equal(one: tuple[Path, HeaderEntry], other: tuple[Path, HeaderEntry]) -> bool:
+    """Return whether two stored tensors have the same type, shape and bytes."""
+    (path, entry), (other_path, other_entry) = one, other
+    if (entry.dtype, entry.shape) != (other_entry.dtype, other_entry.shape):
+        return False
+    with open(path, "rb") as file, open(other_path, "rb") as second:
+        file.seek(entry.first_byte)
+        second.seek(other_entry.first_byte)
+        sizes = (min(_COMPARED_BYTES, entry.size_bytes - at) for at in range(0, entry.size_bytes, _COMPARED_BYTES))
+        return all(file.read(size) == second.read(size) for size in sizes)
 
 
 def headers_of(path: Path) -> list[HeaderEntry]:

@@ -49,6 +49,8 @@ class BaseTensors:
     types: dict[str, StoredType]
     files: dict[str, Path]
     quantisation: Mapping[str, object]
+    problems: tuple[Problem, ...] = ()
+    """Of tensors that several files hold."""
 
     def encodings(self) -> Encodings:
         return find_encodings(self.types, self.quantisation)
@@ -98,7 +100,7 @@ def account_for(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel
     """Return the account of a base's files under the model that is trained, with or without adapters. `config`: that of the base."""
     layers = LAYERS.of(config.get_text_config()) or 0
     encodings = base.encodings()
-    problems = [*unread_problems(encodings.unread, base.files)]
+    problems = [*base.problems, *unread_problems(encodings.unread, base.files)]
     if recipe.nf4 is not None and encodings.weights:
         message = f"the weights of {recipe.model.name_or_path} are quantised ({method_of(base.quantisation)})"
         problems.append(Problem("model-quantised", message, Where(key="model.name_or_path"), IN_16_BITS))

@@ -10,18 +10,17 @@ from __future__ import annotations
 import functools
 import math
 import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from fsdp_tune.core.errors import Notice, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.families import TIE_KEY, is_embedding, is_head, tied_candidates
 from fsdp_tune.core.hub import cached_model_file
-from fsdp_tune.model.loading.stored_tensors import Stored, read_elements, read_weight_map, tensors_of
+from fsdp_tune.model.loading.stored_tensors import Find, Stored, list_weights, locate, read_elements
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
@@ -60,8 +59,8 @@ def tie_text(recipe: Recipe, config: PreTrainedConfig) -> None:
     is_stated = TIE_KEY in recipe.model.config_overrides
     if text is config or is_stated or not getattr(config, TIE_KEY, False) or getattr(text, TIE_KEY, False):
         return
-    files, is_pickled = _weight_files(recipe)
-    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(files, is_pickled=is_pickled).items()}
+    files = _weight_files(recipe)
+    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(files).items()} if files is not None else {}
     if any(map(is_embedding, shapes)) and not tied_candidates(shapes):
         setattr(text, TIE_KEY, True)
 
@@ -76,49 +75,63 @@ class StoredPair:
 
 def _stored_apart(recipe: Recipe) -> StoredPair | None:
     """Return the first head of the model's files that differs from an embedding, or None."""
-    files, is_pickled = _weight_files(recipe)
-    return _first_apart(files, is_pickled=is_pickled)
+    files = _weight_files(recipe)
+    return _first_apart(files) if files is not None else None
 
 
-def _weight_files(recipe: Recipe) -> tuple[tuple[tuple[Path, int, int], ...], bool]:
-    """Return the model's files with heads and embeddings (path, size, time), none of a run or a configuration, and whether they are
-    pickled."""
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Files of a model that may hold heads and embeddings, with the size and time of each, under which an answer is kept."""
+
+    states: tuple[tuple[Path, int, int], ...]
+    is_pickled: bool
+    find: Find = field(compare=False)
+
+
+def _weight_files(recipe: Recipe) -> _Files | None:
+    """Return the model's files; None for a run or a configuration, and for those whose index is unusable, which the loader reports."""
     name = recipe.model.name_or_path
     if name is None or recipe.model.from_config is not None or run_of(Path(name)) is not None:
-        return (), False
+        return None
 
     def local(file: str) -> Path | None:
         if Path(name).is_dir():
             return path if (path := Path(name) / file).is_file() else None
         return cached_model_file(name, recipe.model.revision, file)
 
-    safe = _files(local, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    pickled = [] if safe else _files(local, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    return tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in safe or pickled), bool(pickled)
-
-
-def _files(local: Callable[[str], Path | None], single: str, index: str) -> list[Path]:
-    """Return the files that hold heads and embeddings."""
-    if (found := local(index)) is None:
-        return [path] if (path := local(single)) is not None else []
-    names = sorted({file for name, file in read_weight_map(found).items() if is_head(name) or is_embedding(name)})
-    return [path for path in map(local, names) if path is not None]
+    try:
+        listed = list_weights(local)
+    except FsdpTuneError:
+        return None
+    if listed is None:
+        return None
+    names = listed.files
+    if listed.is_pickled and listed.has_index:  # of safetensors the headers alone are read
+        names = sorted({file for name, file in listed.weight_map.items() if is_head(name) or is_embedding(name)})
+    paths = [path for path in map(local, (listed.first, *names)) if path is not None]
+    states = {path: (path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+    return _Files(tuple(states.values()), listed.is_pickled, local)
 
 
 @functools.lru_cache(maxsize=8)
-def _first_apart(files: tuple[tuple[Path, int, int], ...], *, is_pickled: bool) -> StoredPair | None:
-    """Compare heads with embeddings. The sizes and times of the files are part of the key under which an answer is cached."""
-    tensors = _tensors(files, is_pickled=is_pickled)
+def _first_apart(files: _Files) -> StoredPair | None:
+    """Compare heads with embeddings."""
+    tensors = _tensors(files)
     for head, embedding in tied_candidates({name: tuple(tensor.shape) for name, tensor in tensors.items()}).items():
         if not _are_equal(tensors[head], tensors[embedding]):
             return StoredPair(head, embedding)
     return None
 
 
-def _tensors(files: tuple[tuple[Path, int, int], ...], *, is_pickled: bool) -> dict[str, Stored | torch.Tensor]:
+def _tensors(files: _Files) -> dict[str, Stored | torch.Tensor]:
+    if not files.is_pickled:
+        try:
+            return {**locate(files.find).stored()}
+        except FsdpTuneError:
+            return {}  # the loader reports it
     tensors: dict[str, Stored | torch.Tensor] = {}
-    for path, _, _ in files:
-        tensors.update(_pickled_tensors(path) if is_pickled else tensors_of(path))
+    for path, _, _ in files.states:
+        tensors.update(_pickled_tensors(path) if path.suffix != ".json" else {})
     return tensors
 
 

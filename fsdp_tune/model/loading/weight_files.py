@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.tensors.file_formats import MAX_HEADER_BYTES, WEIGHTS_FILE
+from fsdp_tune.core.tensors.weight_files import CONFIG, NAMED_KEY, UnusableIndexError, find_weight_list
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
 _POINTER = b"version "
 """The first eight bytes of a git-lfs pointer: `version https://git-lfs.github.com/spec/v1`."""
-
-
-_FORMATS = ((SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME))
 
 
 def check_weight_files(recipe: Recipe) -> list[Problem]:
@@ -36,28 +31,26 @@ def check_weight_files(recipe: Recipe) -> list[Problem]:
 
 
 def _check_model(folder: Path) -> list[Problem]:
-    for index, single in _FORMATS:  # in the order in which transformers looks for them
-        if (folder / single).is_file():
-            return _check_file(folder / single)
-        if (folder / index).is_file():
-            return _check_shards(folder, folder / index)
-    return []  # a configuration alone can be planned
+    def read(file: str) -> bytes | None:
+        return path.read_bytes() if (path := folder / file).is_file() else None
 
-
-def _check_shards(folder: Path, index: Path) -> list[Problem]:
-    if problems := _check_pointer(index):
-        return problems
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"the index of the weights cannot be read ({type(error).__name__}: {error})"
-        return [Problem("model-weights-damaged", message, Where(str(index)), "download or copy the file again")]
-    missing = [name for name in names if not (folder / str(name)).is_file()]
-    problems = [problem for name in names if name not in missing for problem in _check_file(folder / str(name))]
+        listed = find_weight_list(lambda file: (folder / file).is_file(), read)
+    except UnusableIndexError as error:
+        file = folder / error.file
+        message = f"the files of the weights cannot be found: {error}"
+        return _check_pointer(file) or [Problem("model-weights-damaged", message, Where(str(file)), "download or copy the file again")]
+    if listed is None:
+        return []  # a configuration alone can be planned
+    if not listed.has_index and not (folder / listed.first).is_file():
+        message = f"its `{NAMED_KEY}` names `{listed.first}`, which is not there"
+        return [Problem("model-weights-missing", message, Where(str(folder / CONFIG)), "download or copy this file")]
+    missing = [name for name in listed.files if not (folder / name).is_file()]
+    problems = [problem for name in listed.files if name not in missing for problem in _check_file(folder / name)]
     if missing:
         shown = ", ".join(f"`{name}`" for name in missing[:3]) + (", …" if len(missing) > 3 else "")
-        message = f"the index names {len(names)} files of weights, and {len(missing)} are not there: {shown}"
-        problems.append(Problem("model-weights-missing", message, Where(str(index)), "download or copy these files"))
+        message = f"the index names {len(listed.files)} files of weights, and {len(missing)} are not there: {shown}"
+        problems.append(Problem("model-weights-missing", message, Where(str(folder / listed.first)), "download or copy these files"))
     return problems
 
 

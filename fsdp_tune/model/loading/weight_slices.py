@@ -6,8 +6,8 @@ converts while loading (renamed prefixes, fused experts) are loaded through rank
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError
@@ -28,7 +27,9 @@ from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import Nf4Linear, layers_in_4_bits
 from fsdp_tune.model.internals.transformers_internals import NO_ERROR_FOR_MISSING
 from fsdp_tune.model.loading.nf4_files import by_layer
-from fsdp_tune.model.loading.stored_tensors import DTYPES, Stored, decoded, decoding, headers_of, read_elements, read_weight_map
+from fsdp_tune.model.loading.pickled_codes import refuse_pickled_codes
+from fsdp_tune.model.loading.pickled_files import pickled_paths, read_pickled
+from fsdp_tune.model.loading.stored_tensors import Find, Located, Stored, decoded, decoding, locate, read_elements, read_objects
 from fsdp_tune.model.loading.tensor_account import BaseTensors, unread_problems
 from fsdp_tune.model.shard.local import NF4_PACKED, NF4_SCALES, offset_of
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -52,22 +53,19 @@ class WeightFiles:
 def find_weight_files(recipe: Recipe) -> WeightFiles | None:
     """Return the safetensors files of `model.name_or_path`, downloaded if necessary; None if it has none.
 
-    Raises: usage error for tensors of an encoding that no rule reads.
+    Raises: usage error for tensors of an encoding that no rule reads, or that several files hold, and for codes in other files.
     """
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
-    base = read_headers(lambda file: file_of_model(name, revision, file))
-    if not base.types:
+    find = functools.cache(lambda file: file_of_model(name, revision, file))  # the hub is asked once for each file
+    located = locate(find)
+    if not located.tensors:
+        refuse_pickled_codes(name, find, read_pickled(pickled_paths(find)) if Path(name).is_dir() else None)
         return None
+    base = base_tensors(located, find)
     encodings = base.encodings()
-    if problems := unread_problems(encodings.unread, base.files):
+    if problems := [*base.problems, *unread_problems(encodings.unread, base.files)]:
         raise FsdpTuneError(*problems)
-    headers = {entry.name: entry for path in set(base.files.values()) for entry in headers_of(path)}
-    tensors = {
-        name: Stored(base.files[name], dtype, entry.shape, entry.first_byte)
-        for name, entry in headers.items()
-        if (dtype := DTYPES.get(entry.dtype)) is not None
-    }
-    return WeightFiles(decoded(by_layer(tensors), encodings), base)
+    return WeightFiles(decoded(by_layer(located.stored()), encodings), base)
 
 
 def file_of_model(name: str, revision: str, file: str) -> Path | None:
@@ -76,23 +74,16 @@ def file_of_model(name: str, revision: str, file: str) -> Path | None:
     return Path(found) if found is not None else None
 
 
-def read_headers(file: Callable[[str], Path | None]) -> BaseTensors:
-    """Return the tensors of a model's safetensors files. `file`: returns the path of a file of the model, None if it has none."""
-    index = file(SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        single = file(SAFE_WEIGHTS_NAME)
-        paths = {single} if single is not None else set[Path]()
-    else:
-        names = set(read_weight_map(index).values())
-        paths = {path for path in map(file, sorted(names)) if path is not None}
-    found = [(path, entry) for path in sorted(paths) for entry in headers_of(path)]
-    types = {entry.name: StoredType(entry.dtype, entry.shape) for _, entry in found}
+def read_headers(find: Find) -> BaseTensors:
+    """Return the tensors of a model's safetensors files. Raises: FailedError for a damaged file."""
+    return base_tensors(locate(find), find)
 
-    def read(name: str) -> Mapping[str, object] | None:
-        return json.loads(path.read_bytes()) if (path := file(name)) is not None else None
 
-    settings = settings_of_files(read, types) if paths else {}
-    return BaseTensors(types, {entry.name: path for path, entry in found}, settings)
+def base_tensors(located: Located, find: Find) -> BaseTensors:
+    """Return the tensors with the settings under which they are quantised."""
+    types = {name: StoredType(entry.dtype, entry.shape) for name, (_, entry) in located.tensors.items()}
+    settings = settings_of_files(read_objects(find), types) if types else {}
+    return BaseTensors(types, {name: path for name, (path, _) in located.tensors.items()}, settings, located.problems)
 
 
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
