@@ -30,7 +30,7 @@ from fsdp_tune.data.row_order import Attempt, RowOrder, continued, row_order
 from fsdp_tune.data.row_record import RowRecord
 from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, StreamedFiles, removed_rows, resolved_rows
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
-from fsdp_tune.data.stream.units import count_units, stream_stamps, stream_units, unstamped_files
+from fsdp_tune.data.stream.units import count_units, rows_of, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.fsdp_arguments import compiles
@@ -73,7 +73,8 @@ class Prepared(Document):
     reused: bool = False
     """Whether the data were found in the cache."""
     stamps: dict[str, str] = field(default_factory=dict[str, str])
-    """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning."""
+    """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning. A source without
+    files has a digest of its rows."""
     unit_rows: dict[str, int] = field(default_factory=dict[str, int])
     """Rows of each unit of a stream by its name, unless its rows cannot be counted before they are read."""
     skipped: tuple[SkippedRow, ...] = ()
@@ -226,13 +227,16 @@ def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> 
     known: dict[str, int] = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # no record, or one that cannot be read: count again
         known = {str(name): int(rows) for name, rows in json.loads(record.read_bytes()).items()}
-    found = {unit.name: unit.rows for unit in count_units(units, known) if unit.rows is not None}
+    counted = [count_units(of_source, known) for of_source in of_sources]
+    found: dict[str, int] = {}
+    for unit in [unit for of_source in counted for unit in of_source]:
+        if unit.rows is not None:  # two sources without files may have the same name
+            found[unit.name] = max(unit.rows, found.get(unit.name, 0))
     if found != known:
         with suppress(OSError):  # the cache is full or read-only: the next start counts again
             DISK.mkdir(record.parent)
             write_json(record, found)
-    rows = [sum(found[unit.name] for unit in units) if all(unit.name in found for unit in units) else None for units in of_sources]
-    return _CountedStream(stamps, found, rows)
+    return _CountedStream(stamps, found, [rows_of(of_source) for of_source in counted])
 
 
 def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: DataReport) -> list[dict[str, object]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
+from fsdp_tune.data.read import sources
 from fsdp_tune.data.report import BeginTokens, NamedRows, ReportedExample, Spread
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.data.stream.units import StreamUnit
+from fsdp_tune.data.stream.units import StreamUnit, refuse_changed_files
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, recipe_for, rows_of, write_jsonl
 
@@ -607,6 +609,44 @@ def test_rows_of_a_stream_are_counted_once_for_files_that_do_not_change(tmp_path
     assert (again.unit_rows, len(found)) == (first.unit_rows, len(first.unit_rows))
     write_jsonl(path, [{"text": f"row {number}"} for number in range(71)])
     assert sum(prepared(tmp_path, path, streaming=True, stream_lanes=2).unit_rows.values()) == 71
+
+
+def test_stream_of_a_saved_data_set_that_is_rewritten_is_other_data(tmp_path: Path) -> None:
+    """Its rows are counted again, and its files are compared when a run that reads them is resumed."""
+    from datasets import Dataset
+
+    def save(count: int) -> Prepared:
+        shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+        Dataset.from_list([{"text": f"row {number} of {count}"} for number in range(count)]).save_to_disk(tmp_path / "saved")
+        return prepared(tmp_path, tmp_path / "saved", streaming=True, stream_lanes=2)
+
+    few, many = save(24), save(40)
+    assert [sum(found.unit_rows.values()) for found in (few, many)] == [24, 40]
+    assert few.key != many.key
+    with pytest.raises(FsdpTuneError, match="changed since the run started"):
+        refuse_changed_files(few.stamps, many.stamps)
+
+
+def test_sources_of_a_stream_without_files_are_known_by_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loaders of the same name have their own rows, and so have the two splits of the example data."""
+
+    class Extension:
+        def load(self, where: Where) -> Any:
+            return lambda path, options: [{"text": f"{word} {number}"} for number, word in enumerate(options["words"])]
+
+    monkeypatch.setattr(sources, "find_extension", lambda *_: Extension())
+
+    def of(*words: str) -> Prepared:
+        texts = [{"path": "sales", "weight": 1, "loader": "mine", "loader_options": {"words": each.split()}} for each in words]
+        return prepared(tmp_path, *texts, streaming=True, stream_lanes=2)
+
+    found = of("a b c", "d")
+    assert of("a b c", "d").key == found.key
+    assert found.key not in {of("a b x", "d").key, of("a b c", "x").key}
+    splits = [
+        prepared(tmp_path, {"path": "builtin:arithmetic", "split": split}, streaming=True, stream_lanes=2) for split in ("train", "test")
+    ]
+    assert [sum(found.unit_rows.values()) for found in splits] == [889, 111]
 
 
 @pytest.mark.parametrize(("packing", "known"), [(False, r"for 75 steps"), (True, r"for about \d+ steps")])

@@ -106,9 +106,7 @@ class SourceTokens:
     def of(cls, inputs: Sequence[InputAccount]) -> SourceTokens:
         """`inputs` are the accounts of all sources in the report of the preparation, those of `data.train` first."""
         trained = [account for account in inputs if account.set == TRAIN]
-        sources = [
-            Source(account.label or str(number), account.repeats / max(account.tokens, 1)) for number, account in enumerate(trained)
-        ]
+        sources = [Source(account.label or str(number), account.repeats / max(account.tokens, 1)) for number, account in enumerate(trained)]
         of_file = [index for index, account in enumerate(inputs) for _ in range(account.files)]
         counts = np.zeros(len(sources), np.int64) if len(sources) > 1 else None
         return cls(tuple(sources), np.array(of_file, np.int64), counts)
