@@ -104,7 +104,8 @@ class Prepared(Document):
     def record(self, recipe: Recipe) -> RowRecord:
         """Return what the checkpoints of a start with these data have."""
         seed = recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed
-        return RowRecord(self.attempts, self.skipped, self.key, seed, recipe.data.shuffle)
+        repeats = tuple(source.repeats for source in recipe.data.train) if recipe.data.streaming else None
+        return RowRecord(self.attempts, self.skipped, self.key, seed, recipe.data.shuffle, repeats)
 
     def order(self, recipe: Recipe, store: RowStore) -> RowOrder:
         """Return the global batches of `training_store`, which is not a stream's."""
