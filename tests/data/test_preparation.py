@@ -422,6 +422,34 @@ def test_data_that_are_reused_have_the_labels_of_the_recipe(tmp_path: Path, pair
     assert found.reused
 
 
+def test_data_that_are_reused_name_their_rows_by_the_files_of_the_recipe(tmp_path: Path) -> None:
+    """Files that were renamed, also one into the name of another, are not prepared again."""
+    rows = [{"text": f"{number} {'x' * 40}"} for number in range(3)]
+    one, other = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", [rows[0]])
+    options: dict[str, Any] = {"max_length": 32, "overlong": "truncate", "eval": [{"path": str(other), "label": "held"}]}
+    before = prepared(tmp_path, one, **options)
+    one.rename(tmp_path / "new:1.jsonl")
+    other.rename(one)
+    renamed = {str(one): str(tmp_path / "new:1.jsonl"), str(other): str(one)}
+    options["eval"][0]["path"] = str(one)
+    found = prepared(tmp_path, tmp_path / "new:1.jsonl", **options)
+    assert (found.reused, found.key) == (True, before.key)
+    assert before.report.sets["train"].first_truncated[0] == f"{one}:1"
+    account = found.report.sets["train"]
+    assert account.first_truncated == tuple(f"{renamed[str(one)]}:{row}" for row in (1, 2, 3))
+    assert found.report.sets["held"].also_trained.first == (f"{one}:1",)
+    assert found.report.example is not None
+    assert found.report.example.where == f"{renamed[str(one)]}:2"
+    stores = found.training_store(), found.store(found.evals["held"])
+    names = {path for store in stores for path, _ in store.origins(0)}
+    assert names == set(renamed.values())
+    told = " ".join(f"{notice.message} {notice.hint}" for notice in found.as_notices())
+    assert f"{one}:1" in told
+    assert str(other) not in told
+    found.write(tmp_path / "data.json")
+    assert Prepared.read(tmp_path / "data.json") == found
+
+
 def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path) -> None:
     long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x " * 20, "completion": f"{n}"} for n in range(3)])
     short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": f"{n}"} for n in range(10)])
@@ -516,7 +544,7 @@ def test_account_totals_match_rows(tmp_path: Path, pairs: Path) -> None:
 def test_decoded_rows_show_what_is_trained(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs)
     assert found.report.example == ReportedExample(f"{pairs}:11", [("10+1 is", False), (" 11</s>", True)])
-    rows = decoded_rows(found.train, ByteEncoder(), 50)
+    rows = decoded_rows(found.store(), ByteEncoder(), 50)
     assert [example.where for (example,) in rows] == [f"{pairs}:{line}" for line in range(1, 21)]
 
 
