@@ -51,9 +51,8 @@ class EvaluatedExample:
         return int(np.count_nonzero(self.row.labels != IGNORE_INDEX))
 
 
-def read_examples(store: Path | str, *, most: int | None = None) -> list[EvaluatedExample]:
+def read_examples(rows: RowStore, *, most: int | None = None) -> list[EvaluatedExample]:
     """Return the first `most` examples of a prepared set in the order in which they were read, packed or not; all pieces of each."""
-    rows = RowStore(store)
     segments = rows.segments()
     order = np.lexsort((segments.starts, segments.examples))
     chosen = np.isin(segments.examples, np.unique(segments.examples)[:most])
@@ -227,6 +226,8 @@ class SetRequest:
     max_new_tokens: int = 0
     end_ids: list[int] = field(default_factory=list[int])
     """That end an answer, in addition to those of the model."""
+    files: Sequence[str] = ()
+    """Names of the source files."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from fsdp_tune.answer.examples import EvaluatedExample, Request, RowScore, SetRe
 from fsdp_tune.answer.loaded_model import load_model
 from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.collate import collate
-from fsdp_tune.data.store import IGNORE_INDEX
+from fsdp_tune.data.store import IGNORE_INDEX, RowStore
 from fsdp_tune.model.generate import end_ids_of, generate, room
 from fsdp_tune.model.step import shift_labels
 from fsdp_tune.recipe.references import Extension
@@ -107,7 +107,9 @@ def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
         model = load_model(each, request)
         with torch.inference_mode():
             for label, wanted in request.sets.items():
-                for rows in Scorer(request, wanted, model).batches(read_examples(wanted.path, most=wanted.max_rows)):
+                for rows in Scorer(request, wanted, model).batches(
+                    read_examples(RowStore(wanted.path, files=wanted.files), most=wanted.max_rows)
+                ):
                     emit({"model": number, "set": label, "rows": [asdict(row) for row in rows]})
         del model
         if request.device.startswith("cuda"):

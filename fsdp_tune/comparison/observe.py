@@ -152,7 +152,7 @@ class Side:
         encoder = load_encoder(recipe)
         self.vocabulary, self.pad_id = encoder.vocabulary_size, encoder.pad_id
         prepared = prepare(recipe, encoder, check_rows=False)
-        self._examples(store := RowStore(prepared.train))
+        self._examples(store := prepared.store())
         ids = {token for values in self.stages["tokens"].values.values() for token in values}
         self.texts = {str(token): encoder.decode([token]) for token in sorted(ids)}
         keys = self._keys(store)

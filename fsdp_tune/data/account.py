@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -110,6 +111,27 @@ def rows_named(origins: Int64, names: Sequence[str]) -> NamedRows:
     return NamedRows(len(origins), tuple(f"{names[file]}:{row}" for file, row in origins[:NAMED_ROWS].tolist()))
 
 
+def rows_renamed(stored: Any, names: Mapping[str, str]) -> Any:
+    """Return a report or its notices as JSON, with rows (`file:row`) by the `names` that their files have now, by their old names."""
+    if not names:
+        return stored
+    longest_first = sorted(map(re.escape, names), key=len, reverse=True)
+    row = re.compile(rf"(?<![^\s`(])({'|'.join(longest_first)})(?=:\d)")
+
+    def renamed(value: Any) -> Any:
+        match value:
+            case dict():
+                return {name: renamed(each) for name, each in cast(dict[str, Any], value).items()}
+            case list():
+                return [renamed(each) for each in cast(list[Any], value)]
+            case str():
+                return row.sub(lambda found: names[found[1]], value)
+            case _:
+                return value
+
+    return renamed(stored)
+
+
 @dataclass(frozen=True, slots=True)
 class SourceSample:
     """Examples of one training source, as packing and `overlong` left them."""
@@ -123,9 +145,8 @@ class SourceSample:
     """Some of them."""
 
 
-def sample_sources(train: Path | str, inputs: Sequence[InputAccount], encoder: Encoder, count: int) -> list[SourceSample]:
+def sample_sources(store: RowStore, inputs: Sequence[InputAccount], encoder: Encoder, count: int) -> list[SourceSample]:
     """Return `count` examples of each training source, spread evenly; `inputs` are those of the report."""
-    store = RowStore(train)
     segments = store.segments()
     first_of_row = np.searchsorted(segments.rows, np.arange(len(store)))
     samples: list[SourceSample] = []

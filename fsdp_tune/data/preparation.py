@@ -16,7 +16,7 @@ from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.command import Bar
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.user_cache import COMPILED, default_cache_directory
-from fsdp_tune.data.account import decoded_row, mean_tokens, spread_indices
+from fsdp_tune.data.account import decoded_row, mean_tokens, rows_renamed, spread_indices
 from fsdp_tune.data.account_checks import notice_fields
 from fsdp_tune.data.bad_rows import refuse_bad_share
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
@@ -30,7 +30,7 @@ from fsdp_tune.data.row_order import Attempt, RowOrder, continued, row_order
 from fsdp_tune.data.row_record import RowRecord
 from fsdp_tune.data.skipped_rows import NamedRow, PreparedFiles, SkippedRow, StreamedFiles, removed_rows, resolved_rows
 from fsdp_tune.data.store import EVALUATION_HASHES, RowStore
-from fsdp_tune.data.stream.units import count_units, stream_stamps, stream_units, unstamped_files
+from fsdp_tune.data.stream.units import count_units, rows_of, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.fsdp_arguments import compiles
@@ -73,11 +73,14 @@ class Prepared(Document):
     reused: bool = False
     """Whether the data were found in the cache."""
     stamps: dict[str, str] = field(default_factory=dict[str, str])
-    """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning."""
+    """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning. A source without
+    files has a digest of its rows."""
     unit_rows: dict[str, int] = field(default_factory=dict[str, int])
     """Rows of each unit of a stream by its name, unless its rows cannot be counted before they are read."""
     skipped: tuple[SkippedRow, ...] = ()
     """Rows that the run leaves out (`--skip-rows`)."""
+    files: tuple[str, ...] = ()
+    """Names of the source files, if they were others when the store was built."""
     attempts: tuple[Attempt, ...] = ()
     """The starts of the run with another global batch than before, up to this one; empty before it starts."""
 
@@ -85,9 +88,13 @@ class Prepared(Document):
     def is_stream(self) -> bool:
         return self.report.stream_sample_rows is not None
 
+    def store(self, path: str | None = None, skipped: Sequence[SkippedRow] = ()) -> RowStore:
+        """Open a set, the training set by default, without the `skipped` rows."""
+        return RowStore(path or self.train, [each.origin for each in skipped], self.files)
+
     def training_store(self) -> RowStore:
         """Open the training rows; of a stream, those of its beginning, none left out."""
-        return RowStore(self.train, () if self.is_stream else [each.origin for each in self.skipped])
+        return self.store(skipped=() if self.is_stream else self.skipped)
 
     def continued(self, global_batch_size: int, step: int, record: RowRecord | None = None) -> Prepared:
         """Return the data of a start after `step` steps with this global batch.
@@ -103,7 +110,8 @@ class Prepared(Document):
     def record(self, recipe: Recipe) -> RowRecord:
         """Return what the checkpoints of a start with these data have."""
         seed = recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed
-        return RowRecord(self.attempts, self.skipped, self.key, seed, recipe.data.shuffle)
+        repeats = tuple(source.repeats for source in recipe.data.train) if recipe.data.streaming else None
+        return RowRecord(self.attempts, self.skipped, self.key, seed, recipe.data.shuffle, repeats)
 
     def order(self, recipe: Recipe, store: RowStore) -> RowOrder:
         """Return the global batches of `training_store`, which is not a stream's."""
@@ -116,10 +124,10 @@ class Prepared(Document):
         """
         if not named and not earlier:
             return self
-        files = _streamed_files(recipe, self.unit_rows) if self.is_stream else PreparedFiles(RowStore(self.train))
+        files = _streamed_files(recipe, self.unit_rows) if self.is_stream else PreparedFiles(self.store())
         changed = replace(self, skipped=resolved_rows(named, earlier, files, step))
         if not self.is_stream:
-            left = self.train_rows - sum(len(rows) for _, rows in removed_rows(RowStore(self.train), changed.skipped))
+            left = self.train_rows - sum(len(rows) for _, rows in removed_rows(self.store(), changed.skipped))
             if left < recipe.global_batch_size:
                 message = f"{left:,} rows remain without those that are skipped, and one step takes {recipe.global_batch_size:,}"
                 raise usage_error("too-few-rows", message, hint="skip fewer rows, or lower `training.global_batch_size`")
@@ -179,9 +187,7 @@ def prepare(
     record_use(path, recipe=recipe.name or "", run=run)
     if run is not None and compiles(recipe):
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
-    # Names are no content: the data may have been prepared under others.
-    named = [{"path": opened.entry.path, "label": opened.entry.label} for opened in inputs]
-    prepared = replace(_prepared(path, training_key, manifest, encoder, named, reused=reused), stamps=file_stamps, unit_rows=unit_rows)
+    prepared = replace(_prepared(path, training_key, manifest, encoder, inputs, reused=reused), stamps=file_stamps, unit_rows=unit_rows)
     if recipe.data.streaming:
         report = prepared.report.model_copy(update={"stream_sample_rows": SAMPLE_ROWS})
         prepared = replace(prepared, report=report, notices=[*prepared.notices, *_short_stream(recipe, source_rows, report)])
@@ -226,13 +232,16 @@ def _counted_units(recipe: Recipe, inputs: Sequence[Input], cache_dir: Path) -> 
     known: dict[str, int] = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # no record, or one that cannot be read: count again
         known = {str(name): int(rows) for name, rows in json.loads(record.read_bytes()).items()}
-    found = {unit.name: unit.rows for unit in count_units(units, known) if unit.rows is not None}
+    counted = [count_units(of_source, known) for of_source in of_sources]
+    found: dict[str, int] = {}
+    for unit in [unit for of_source in counted for unit in of_source]:
+        if unit.rows is not None:  # two sources without files may have the same name
+            found[unit.name] = max(unit.rows, found.get(unit.name, 0))
     if found != known:
         with suppress(OSError):  # the cache is full or read-only: the next start counts again
             DISK.mkdir(record.parent)
             write_json(record, found)
-    rows = [sum(found[unit.name] for unit in units) if all(unit.name in found for unit in units) else None for units in of_sources]
-    return _CountedStream(stamps, found, rows)
+    return _CountedStream(stamps, found, [rows_of(of_source) for of_source in counted])
 
 
 def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: DataReport) -> list[dict[str, object]]:
@@ -252,14 +261,15 @@ def _short_stream(recipe: Recipe, source_rows: Sequence[int | None], report: Dat
     return [notice_fields(Notice("stream-short", message, hint=hint))]
 
 
-def _prepared(
-    path: Path, key: str, manifest: Manifest, encoder: Encoder, named: Sequence[dict[str, str | None]], *, reused: bool
-) -> Prepared:
-    """`named` are path and label of each source."""
+def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, inputs: Sequence[Input], *, reused: bool) -> Prepared:
+    # Names are no content: the data may have been prepared under others.
+    named = [{"path": opened.entry.path, "label": opened.entry.label} for opened in inputs]
+    before, files = tuple(manifest.facts["files"]), tuple(name for opened in inputs for name in opened.source.names)
+    moved = {old: new for old, new in zip(before, files, strict=True) if old != new}
     # The keys of the JSON file are sorted; reports list `train` first, then the eval sets in the order of the recipe.
     folders: dict[str, str] = dict(sorted(manifest.facts["sets"].items(), key=lambda item: (item[0] != TRAIN, item[1])))
-    report = DataReport.model_validate(manifest.facts["report"])
-    example = decoded_rows(path / folders[TRAIN], encoder, 1)[0][0]
+    report = DataReport.model_validate(rows_renamed(manifest.facts["report"], moved))
+    example = decoded_rows(RowStore(path / folders[TRAIN], files=files), encoder, 1)[0][0]
     changes = {
         "inputs": tuple(account.model_copy(update=names) for account, names in zip(report.inputs, named, strict=True)),
         "sets": {name: report.sets[name] for name in folders},
@@ -274,8 +284,9 @@ def _prepared(
         vocabulary_size=encoder.vocabulary_size,
         pad_token_id=encoder.pad_id,
         report=report.model_copy(update=changes),
-        notices=manifest.facts["notices"],
+        notices=rows_renamed(manifest.facts["notices"], moved),
         reused=reused,
+        files=files if moved else (),
     )
 
 
@@ -309,9 +320,8 @@ def _entry(entry: DataSource) -> dict[str, object]:
     return entry.model_dump(include={"name", "split", "columns", "rename_columns", "weight", "max_rows"})
 
 
-def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[DecodedExample]]:
+def decoded_rows(store: RowStore, encoder: Encoder, count: int) -> list[list[DecodedExample]]:
     """Return rows spread evenly over a set, each as a list of its decoded examples."""
-    store = RowStore(train)
     return [decoded_row(store, row, encoder) for row in spread_indices(len(store), count)]
 
 
@@ -375,7 +385,7 @@ def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
             size = prepared.attempts[-1].global_batch_size if prepared.attempts else recipe.global_batch_size
             prepared = prepared.continued(size, checkpoint_step(Path(request.resume_from or "")) or 0)
         # Rows that were left out later were trained, and are named.
-        store = RowStore(prepared.train, [each.origin for each in prepared.skipped if each.step < step])
+        store = prepared.store(skipped=[each for each in prepared.skipped if each.step < step])
     except (OSError, ValueError, FsdpTuneError):
         return None
     return store.describe_rows(prepared.order(recipe, store).batch_after(step - 1).tolist())

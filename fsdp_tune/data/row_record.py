@@ -26,6 +26,8 @@ class RowRecord(Document):
     data_key: str | None = None
     data_seed: int | None = None
     shuffle: bool | None = None
+    repeats: tuple[int | None, ...] | None = None
+    """Of each source of a stream; None also for prepared rows, which have none."""
 
 
 def record_of(checkpoint: Checkpoint | None) -> RowRecord:

@@ -117,9 +117,11 @@ def resolved_rows(named: Sequence[NamedRow], earlier: Iterable[SkippedRow], know
 
 def _found_again(earlier: Iterable[SkippedRow], known: NamedFiles) -> list[SkippedRow]:
     """Return the rows by the names that their files have now: the same data may lie in another directory."""
-    rows = [replace(each, file=known.moved(each.file) or each.file) for each in earlier]
+    earlier = list(earlier)
+    names = [known.moved(each.file) for each in earlier]
+    rows = [replace(each, file=name or each.file) for each, name in zip(earlier, names, strict=True)]
     exist = known.are_rows([each.origin for each in rows])
-    lost = [each for each, is_row in zip(rows, exist, strict=True) if not is_row or each.file not in known.names]
+    lost = [each for each, name, is_row in zip(rows, names, exist, strict=True) if name is None or not is_row]
     if lost:
         message = f"the run skips `{lost[0].file}:{lost[0].row}` since step {lost[0].step:,}, and the training data have no such row"
         more = f" ({len(lost):,} such rows)" if len(lost) > 1 else ""
@@ -152,7 +154,8 @@ class NamedFiles(ABC):
         return self._asked[given]
 
     def moved(self, name: str) -> str | None:
-        """Return the name of a file that had this name when a run began: its own, or that of the only file that is called so."""
+        """Return the name of a file that had this name when a run began: its own, or that of the only file that is called so. None if it
+        is unknown."""
         last = [other for other in self.names if Path(other).name == Path(name).name]
         return self.name_of(name) or (last[0] if len(last) == 1 else None)
 
@@ -167,11 +170,18 @@ class NamedFiles(ABC):
 
 
 class PreparedFiles(NamedFiles):
-    """Those of a store."""
+    """Those of a store, by the names that they have now."""
 
     def __init__(self, store: RowStore) -> None:
         super().__init__(store.files)
         self._store = store
+
+    def moved(self, name: str) -> str | None:
+        """A row that was left out before a file was renamed has the name with which the store was built, unless another has it now."""
+        now = {self._store.files[number] for number, built_from in enumerate(self._store.built_from) if built_from == name}
+        if name in self.names:
+            return name if now <= {name} else None
+        return now.pop() if len(now) == 1 else super().moved(name)
 
     def are_rows(self, rows: Sequence[Origin]) -> list[bool]:
         return [len(segments) > 0 for segments in self._store.find(rows)]

@@ -97,9 +97,10 @@ class ExamplePiece(NamedTuple):
 class RowStore:
     """One set of a store: `RowStore(store / "train")`. Picklable: another process maps the same files again."""
 
-    def __init__(self, path: Path | str, skipped: Sequence[Origin] = ()) -> None:
+    def __init__(self, path: Path | str, skipped: Sequence[Origin] = (), files: Sequence[str] = ()) -> None:
         """Map the files of a set. Of the rows of the source files in `skipped` no example is read, and every other number stays.
 
+        `files`: names of the source files, if they have others now than when the store was built.
         Raises: FailedError if the store is missing or incomplete.
         """
         self.path, self._skipped = Path(path), tuple(skipped)
@@ -111,7 +112,9 @@ class RowStore:
                 f"there are no prepared data at {self.path}",
                 hint="prepare them again (`fsdp-tune prepare`); with several machines, `data.cache_dir` must be a directory that all share",
             )
-        self.files: tuple[str, ...] = tuple(manifest.facts["files"])
+        self.built_from: tuple[str, ...] = tuple(manifest.facts["files"])
+        """Names that the source files had when the store was built."""
+        self.files: tuple[str, ...] = tuple(files) or self.built_from
         """Names of the source files, indexed by `origins`."""
         self._tokens = mapped(pool / "tokens.int32", np.int32)
         self._trained = mapped(pool / "trained.uint8", np.uint8)
@@ -121,8 +124,8 @@ class RowStore:
         self._rows = mapped(self.path / "rows.int64", np.int64)
         self._left_out = np.sort(np.concatenate(self.find(self._skipped))) if self._skipped else np.zeros(0, np.int64)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Path, tuple[Origin, ...]]]:
-        return (type(self), (self.path, self._skipped))  # else pickle would copy the mapped arrays
+    def __reduce__(self) -> tuple[type[Self], tuple[Path, tuple[Origin, ...], tuple[str, ...]]]:
+        return (type(self), (self.path, self._skipped, self.files))  # else pickle would copy the mapped arrays
 
     def __len__(self) -> int:
         return len(self._rows) - 1

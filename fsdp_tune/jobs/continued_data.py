@@ -10,7 +10,7 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.row_record import RowRecord, record_of
 from fsdp_tune.data.skipped_rows import NamedRow, SkippedRow
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.launch.command.resume import Change, Start, check, check_data
+from fsdp_tune.launch.command.resume import GLOBAL_BATCH, Change, Start, check, check_data, class_of_global_batch
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.recipe.schema.effects import OnResume
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -60,8 +60,15 @@ def _refuse_other_rows(recipe: Recipe, start: Start, data: Prepared, record: Row
     if record.data_key is not None and record.data_key != start.data_key:
         check_data(Start(start.checkpoint, data_key=record.data_key), data.key)
     now = data.record(recipe)
-    recorded = {"training.data_seed": (record.data_seed, now.data_seed), "data.shuffle": (record.shuffle, now.shuffle)}
-    check([Change(key, old, new, OnResume.REFUSED) for key, (old, new) in recorded.items() if old is not None and old != new])
+    recorded = [("training.data_seed", record.data_seed, now.data_seed), ("data.shuffle", record.shuffle, now.shuffle)]
+    changes = [Change(key, old, new, OnResume.REFUSED) for key, old, new in recorded if old is not None and old != new]
+    for source, (old, new) in enumerate(zip(record.repeats or (), now.repeats or (), strict=False)):
+        if old != new:
+            changes.append(Change(f"data.train[{source}].repeats", old, new, OnResume.REFUSED))
+    for last in record.attempts[-1:]:
+        if last.global_batch_size != recipe.global_batch_size:
+            changes.append(Change(GLOBAL_BATCH, last.global_batch_size, recipe.global_batch_size, class_of_global_batch(recipe)))
+    check(changes)
 
 
 def steps_of_run(recipe: Recipe, data: Prepared) -> int | None:

@@ -40,6 +40,7 @@ from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.processes import QUIET_LIBRARIES, JsonChild, threads
 from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.evaluated_recipes import recipe_of_model, recipe_of_run, recipe_of_set
 from fsdp_tune.jobs.observer import Observer, session
@@ -166,8 +167,8 @@ def evaluate_checkpoint(run: RunDir, model: Path, sets: Mapping[str, EvaluateOpt
 
 def prepare_set(recipe: Recipe, options: EvaluateOptions, label: str, encoder: TokenizerEncoder, observer: Observer) -> PreparedSet:
     """Prepare the rows of `options.data` as in a run of the recipe. Raises: usage error for rows that cannot be scored."""
-    (path,) = _prepare(recipe_of_set(recipe, options), options, encoder, observer).values()
-    return PreparedSet(label, path, options, AnswerReader(encoder, options.answer))
+    (rows,) = _prepare(recipe_of_set(recipe, options), options, encoder, observer).values()
+    return PreparedSet(label, rows, options, AnswerReader(encoder, options.answer))
 
 
 def _score(
@@ -179,7 +180,7 @@ def _score(
     _check_models(models, encoder, options, observer)
     reader = AnswerReader(encoder, options.answer)
     sets = _prepare(settings, options, encoder, observer)
-    scored = {label: PreparedSet(label, path, options, reader) for label, path in sets.items()}
+    scored = {label: PreparedSet(label, rows, options, reader) for label, rows in sets.items()}
     request = _request(models, scored, options, encoder, metric)
     _run(request, scored, observer)
     return scored, request
@@ -323,22 +324,23 @@ def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedReci
     return recipe
 
 
-def _prepare(recipe: Recipe, options: EvaluateOptions, encoder: TokenizerEncoder, observer: Observer) -> dict[str, str]:
-    """Return the directory of each prepared set by its label."""
+def _prepare(recipe: Recipe, options: EvaluateOptions, encoder: TokenizerEncoder, observer: Observer) -> dict[str, RowStore]:
+    """Return each prepared set by its label."""
     observer.notices(encoder.notices)
     with observer.progress("tokenising", None, "rows") as bar:
         data = prepare_data(recipe, encoder, progress=bar, check_rows=False)
     observer.notices(data.as_notices())
-    return data.evals if options.data is None else {str(options.source.get("split") or options.data): data.train}
+    sets = data.evals if options.data is None else {str(options.source.get("split") or options.data): data.train}
+    return {label: data.store(path) for label, path in sets.items()}
 
 
 class PreparedSet:
     """The rows of a set with the scores of each model."""
 
-    def __init__(self, label: str, path: str, options: EvaluateOptions, reader: AnswerReader) -> None:
+    def __init__(self, label: str, rows: RowStore, options: EvaluateOptions, reader: AnswerReader) -> None:
         """Raises: usage error for rows that cannot be evaluated by the metric."""
-        self.label, self._path, self._options, self._reader = label, path, options, reader
-        self.examples = read_examples(path, most=options.max_rows)
+        self.label, self._rows, self._options, self._reader = label, rows, options, reader
+        self.examples = read_examples(rows, most=options.max_rows)
         self._is_match = options.metric == EXACT_MATCH
         self._used = [index for index, example in enumerate(self.examples) if not (self._is_match and example.is_cut)]
         self._targets: dict[int, str] = {}
@@ -376,11 +378,11 @@ class PreparedSet:
 
     @property
     def request(self) -> SetRequest:
-        options = self._options
+        options, path, files = self._options, str(self._rows.path), self._rows.files
         if not self._is_match:
-            return SetRequest(self._path, "loss" if options.metric == PERPLEXITY else "extension", options.max_rows)
+            return SetRequest(path, "loss" if options.metric == PERPLEXITY else "extension", options.max_rows, files=files)
         ends = sorted(self._reader.end_ids([self.examples[index] for index in self._used]))
-        return SetRequest(self._path, "generate", options.max_rows, options.max_new_tokens, ends)
+        return SetRequest(path, "generate", options.max_rows, options.max_new_tokens, ends, files)
 
     def add(self, model: int, rows: Sequence[RowScore]) -> None:
         while len(self._found) <= model:

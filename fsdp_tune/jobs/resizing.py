@@ -20,6 +20,7 @@ from fsdp_tune.core.devices import host, versions, visible_devices
 from fsdp_tune.core.errors import FsdpTuneError, Problem, usage_error
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.read.sources import OF_ROWS
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.jobs.evaluating import scored_where_there_is_room
 from fsdp_tune.jobs.observer import Observer
@@ -255,6 +256,8 @@ def other_data(here: str, data: Prepared, first: Prepared) -> Problem | None:
             )
             return Problem("machines-differ", message, hint=SAME_DATA)
         (my_size, _, _), (size, _, mark) = mine.partition(":"), theirs.partition(":")
+        if size == OF_ROWS:
+            return Problem("machines-differ", f"{name} has other rows on {here} than on machine 0", hint=SAME_DATA)
         if my_size != size:
             message = f"{name} has {int(my_size):,} bytes on {here} and {int(size):,} on machine 0"
             return Problem("machines-differ", message, hint=SAME_DATA)

@@ -125,8 +125,8 @@ def prepare(
         observer.notices(data.as_notices())
         return Preparation(
             data,
-            decoded_rows(data.train, encoder, show) if show else [],
-            sample_sources(data.train, data.report.inputs, encoder, samples) if samples else [],
+            decoded_rows(data.store(), encoder, show) if show else [],
+            sample_sources(data.store(), data.report.inputs, encoder, samples) if samples else [],
         )
 
 

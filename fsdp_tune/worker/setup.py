@@ -93,7 +93,7 @@ def build_trainer(
         recipe=recipe,
         loaded=loaded,
         rows=_training_rows(start, prepared, collator, rank, run),
-        evals={label: RowStore(path) for label, path in prepared.evals.items()},
+        evals={label: prepared.store(path) for label, path in prepared.evals.items()},
         collator=collator,
         metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
         heartbeat=heartbeat,

@@ -18,8 +18,8 @@ def test_first_rows_are_the_same_packed_or_not(tmp_path: Path, packing: dict[str
     evals = [{"path": str(files[1]), "label": "eval"}]
     plain, packed = (prepared(tmp_path, files[0], eval=evals, **options) for options in ({"eval_packing": False}, packing))
     for most in (1, 12, 39, None):
-        expected = read_examples(plain.evals["eval"], most=most)
-        found = read_examples(packed.evals["eval"], most=most)
+        expected = read_examples(plain.store(plain.evals["eval"]), most=most)
+        found = read_examples(packed.store(packed.evals["eval"]), most=most)
         assert [each.where.line for each in expected] == list(range(1, 1 + (most or 40)))
         assert list(dict.fromkeys(each.where.line for each in found)) == [each.where.line for each in expected]
         ids = [number for each in found for number in each.row.input_ids.tolist()]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
+from fsdp_tune.data.read import sources
 from fsdp_tune.data.report import BeginTokens, NamedRows, ReportedExample, Spread
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.data.stream.units import StreamUnit
+from fsdp_tune.data.stream.units import StreamUnit, refuse_changed_files
 from fsdp_tune.recipe.schema.recipe import Recipe
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, recipe_for, rows_of, write_jsonl
 
@@ -420,6 +422,34 @@ def test_data_that_are_reused_have_the_labels_of_the_recipe(tmp_path: Path, pair
     assert found.reused
 
 
+def test_data_that_are_reused_name_their_rows_by_the_files_of_the_recipe(tmp_path: Path) -> None:
+    """Files that were renamed, also one into the name of another, are not prepared again."""
+    rows = [{"text": f"{number} {'x' * 40}"} for number in range(3)]
+    one, other = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", [rows[0]])
+    options: dict[str, Any] = {"max_length": 32, "overlong": "truncate", "eval": [{"path": str(other), "label": "held"}]}
+    before = prepared(tmp_path, one, **options)
+    one.rename(tmp_path / "new:1.jsonl")
+    other.rename(one)
+    renamed = {str(one): str(tmp_path / "new:1.jsonl"), str(other): str(one)}
+    options["eval"][0]["path"] = str(one)
+    found = prepared(tmp_path, tmp_path / "new:1.jsonl", **options)
+    assert (found.reused, found.key) == (True, before.key)
+    assert before.report.sets["train"].first_truncated[0] == f"{one}:1"
+    account = found.report.sets["train"]
+    assert account.first_truncated == tuple(f"{renamed[str(one)]}:{row}" for row in (1, 2, 3))
+    assert found.report.sets["held"].also_trained.first == (f"{one}:1",)
+    assert found.report.example is not None
+    assert found.report.example.where == f"{renamed[str(one)]}:2"
+    stores = found.training_store(), found.store(found.evals["held"])
+    names = {path for store in stores for path, _ in store.origins(0)}
+    assert names == set(renamed.values())
+    told = " ".join(f"{notice.message} {notice.hint}" for notice in found.as_notices())
+    assert f"{one}:1" in told
+    assert str(other) not in told
+    found.write(tmp_path / "data.json")
+    assert Prepared.read(tmp_path / "data.json") == found
+
+
 def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path) -> None:
     long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x " * 20, "completion": f"{n}"} for n in range(3)])
     short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": f"{n}"} for n in range(10)])
@@ -514,7 +544,7 @@ def test_account_totals_match_rows(tmp_path: Path, pairs: Path) -> None:
 def test_decoded_rows_show_what_is_trained(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs)
     assert found.report.example == ReportedExample(f"{pairs}:11", [("10+1 is", False), (" 11</s>", True)])
-    rows = decoded_rows(found.train, ByteEncoder(), 50)
+    rows = decoded_rows(found.store(), ByteEncoder(), 50)
     assert [example.where for (example,) in rows] == [f"{pairs}:{line}" for line in range(1, 21)]
 
 
@@ -607,6 +637,44 @@ def test_rows_of_a_stream_are_counted_once_for_files_that_do_not_change(tmp_path
     assert (again.unit_rows, len(found)) == (first.unit_rows, len(first.unit_rows))
     write_jsonl(path, [{"text": f"row {number}"} for number in range(71)])
     assert sum(prepared(tmp_path, path, streaming=True, stream_lanes=2).unit_rows.values()) == 71
+
+
+def test_stream_of_a_saved_data_set_that_is_rewritten_is_other_data(tmp_path: Path) -> None:
+    """Its rows are counted again, and its files are compared when a run that reads them is resumed."""
+    from datasets import Dataset
+
+    def save(count: int) -> Prepared:
+        shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+        Dataset.from_list([{"text": f"row {number} of {count}"} for number in range(count)]).save_to_disk(tmp_path / "saved")
+        return prepared(tmp_path, tmp_path / "saved", streaming=True, stream_lanes=2)
+
+    few, many = save(24), save(40)
+    assert [sum(found.unit_rows.values()) for found in (few, many)] == [24, 40]
+    assert few.key != many.key
+    with pytest.raises(FsdpTuneError, match="changed since the run started"):
+        refuse_changed_files(few.stamps, many.stamps)
+
+
+def test_sources_of_a_stream_without_files_are_known_by_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loaders of the same name have their own rows, and so have the two splits of the example data."""
+
+    class Extension:
+        def load(self, where: Where) -> Any:
+            return lambda path, options: [{"text": f"{word} {number}"} for number, word in enumerate(options["words"])]
+
+    monkeypatch.setattr(sources, "find_extension", lambda *_: Extension())
+
+    def of(*words: str) -> Prepared:
+        texts = [{"path": "sales", "weight": 1, "loader": "mine", "loader_options": {"words": each.split()}} for each in words]
+        return prepared(tmp_path, *texts, streaming=True, stream_lanes=2)
+
+    found = of("a b c", "d")
+    assert of("a b c", "d").key == found.key
+    assert found.key not in {of("a b x", "d").key, of("a b c", "x").key}
+    splits = [
+        prepared(tmp_path, {"path": "builtin:arithmetic", "split": split}, streaming=True, stream_lanes=2) for split in ("train", "test")
+    ]
+    assert [sum(found.unit_rows.values()) for found in splits] == [889, 111]
 
 
 @pytest.mark.parametrize(("packing", "known"), [(False, r"for 75 steps"), (True, r"for about \d+ steps")])

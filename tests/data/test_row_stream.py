@@ -117,7 +117,7 @@ def test_every_division_of_a_small_file_holds_its_rows(tmp_path: Path, content: 
     whole = list(read_rows(path, "lines"))
     found = source(path)
     for pieces in range(1, len(content) + 4):
-        units = [StreamUnit(found, 0, piece, pieces, len(content), stamp=stream_units(found, 1)[0].stamp) for piece in range(pieces)]
+        units = [StreamUnit(found, 0, piece, pieces, len(content), stamps=stream_units(found, 1)[0].stamps) for piece in range(pieces)]
         assert [value for unit in units for value in values(unit)] == [row[1] for row in whole if isinstance(row, tuple)]
 
 
@@ -130,6 +130,7 @@ def test_units_of_many_files_and_of_sources_without_files(tmp_path: Path) -> Non
     spread = [row for unit in stream_units(builtin, 3) for row in values(unit)]
     everything = [row[1] for _, row in builtin.read() if isinstance(row, tuple)]
     assert sorted(map(str, spread)) == sorted(map(str, everything))
+    assert [unit.rows for unit in count_units(stream_units(builtin, 3), {"builtin:arithmetic": 5})] == [len(everything)], "not by name"
 
 
 def test_bad_rows_of_a_range_are_located_by_their_line(tmp_path: Path) -> None:
@@ -145,6 +146,16 @@ def test_saved_dataset_is_one_unit_that_is_counted(tmp_path: Path) -> None:
     assert unit.rows == len(ROWS)
     for start in (0, 2, 100, 101, 105):
         assert [row[1] for row in unit.read(start) if isinstance(row, tuple)] == ROWS[start:]
+
+
+def test_saved_dataset_that_changes_is_found_after_its_unit(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    (unit,) = units = stream_units(source(tmp_path / "saved"), 16)
+    (name,) = stream_stamps(units)
+    assert len(values(unit)) == len(ROWS)
+    os.utime(name, ns=(0, 0))
+    problem = failure(lambda: values(unit))
+    assert (problem.code, problem.where.source) == ("data-changed", name)
 
 
 def test_members_of_a_tar_are_grouped_and_pickles_are_not_loaded(tmp_path: Path) -> None:

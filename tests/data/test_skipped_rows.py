@@ -190,6 +190,31 @@ def test_rows_that_a_run_skips_are_found_in_moved_files_or_refused(tmp_path: Pat
         without(other, tmp_path / "renamed", earlier=first.skipped, step=9)
 
 
+def test_rows_of_renamed_files_are_skipped_by_their_new_names(tmp_path: Path) -> None:
+    """Their data are in the cache by the old names. A row that was skipped before has one of these."""
+    old, new = tmp_path / "old.jsonl", tmp_path / "a.jsonl"
+    first = prepared(tmp_path, write_jsonl(old, TEXTS)).without(recipe_for(tmp_path, old), named(("old.jsonl", 3)), (), 0)
+    old.rename(new)
+    found = prepared(tmp_path, new)
+    again = without(found, tmp_path, 5, earlier=first.skipped, step=6)
+    assert again.skipped == (SkippedRow(str(new), 3, 0), SkippedRow(str(new), 5, 6))
+    copy: RowStore = pickle.loads(pickle.dumps(again.training_store()))
+    assert [len(copy[row].input_ids) == 0 for row in range(6)] == [row in (2, 4) for row in range(6)]
+    with pytest.raises(FsdpTuneError, match=r"is not a file of the training data"):
+        found.without(recipe_for(tmp_path, new), named(("old.jsonl", 4)), (), 0)
+
+
+def test_row_of_a_file_whose_name_another_has_now_is_refused(tmp_path: Path) -> None:
+    one, other = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", TEXTS[:9])
+    first = without(prepared(tmp_path, one, other), tmp_path, 3)
+    for path, name in ((one, "c"), (other, "a.jsonl"), (tmp_path / "c", "b.jsonl")):
+        path.rename(tmp_path / name)
+    swapped = prepared(tmp_path, other, one)
+    assert swapped.key == first.key
+    with pytest.raises(FsdpTuneError, match="the training data have no such row"):
+        without(swapped, tmp_path, earlier=first.skipped, step=9)
+
+
 def test_start_before_the_step_of_a_skipped_row_leaves_it_out_from_there(tmp_path: Path) -> None:
     """Such as a restart without a checkpoint. Its rows are empty, and an order that still has them would end an epoch early."""
     recipe = recipe_for(tmp_path, tmp_path / "a.jsonl")

@@ -43,6 +43,12 @@ class Case:
     def record(self, **changes: Any) -> RowRecord:
         return replace(RowRecord((Attempt(0, 4),), (), self.data.key, 42, shuffle=True), **changes)
 
+    def stream(self, recipe: Recipe, **source: Any) -> Recipe:
+        """Return the recipe of a stream of the same rows, whose data the case then has."""
+        settings = {"streaming": True, "stream_lanes": 2, "curriculum": source.pop("curriculum", [])}
+        self.data = prepared(self.folder, {"path": str(self.file), **source}, **settings)
+        return with_batch(recipe_for(self.folder, {"path": str(self.file), **source}, **settings), recipe.global_batch_size)
+
     def resume(self, recipe: Recipe, **facts: Any) -> Prepared:
         start = Start(checkpoint(self.run, 2, **facts), is_new=False)
         return continued_data(recipe, start, self.data, (), self.noted, run=self.run, overwrite=False)
@@ -71,6 +77,30 @@ def test_checkpoint_without_its_run_is_refused_for_another_order_of_rows(tmp_pat
     case = Case(tmp_path)
     with pytest.raises(FsdpTuneError, match=message):
         case.resume(case.recipe, **{ROWS_FACT: case.record(**changes).as_dict()})
+
+
+def test_checkpoint_without_its_run_is_refused_for_other_repeats_of_a_stream(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    once, recipe = case.stream(case.recipe, repeats=1), case.stream(case.recipe, repeats=2)
+    recorded = case.data.record(once)
+    assert RowRecord.from_dict(recorded.as_dict()) == recorded
+    with pytest.raises(FsdpTuneError, match=r"`data.train\[0\].repeats`: 1 → 2 cannot change on resume"):
+        case.resume(recipe, **{ROWS_FACT: recorded.as_dict()})
+    case.resume(recipe, **{ROWS_FACT: replace(recorded, repeats=None).as_dict()})  # an earlier version did not record them
+
+
+def test_checkpoint_without_its_run_is_refused_for_another_global_batch_of_a_curriculum(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    for stages in ([], [{"until_step": 5, "weights": [1.0]}]):
+        recipe = case.stream(case.recipe, curriculum=stages)
+        recorded = replace(case.data.record(recipe), attempts=(Attempt(0, 4),)).as_dict()
+        assert case.resume(recipe, **{ROWS_FACT: recorded}).attempts == (Attempt(0, 4),)
+        larger = with_batch(recipe, 6)
+        if not stages:
+            assert case.resume(larger, **{ROWS_FACT: recorded}).attempts[-1] == Attempt(2, 6)
+            continue
+        with pytest.raises(FsdpTuneError, match=r"`training.global_batch_size`: 4 → 6 cannot change on resume"):
+            case.resume(larger, **{ROWS_FACT: recorded})
 
 
 def test_checkpoint_without_its_run_is_refused_for_other_data(tmp_path: Path) -> None:

@@ -264,12 +264,13 @@ BASE = "600:1700000000000000000"
             "`touch -d @1700000000.000000000 rows.jsonl`",
         ),
         ({"rows.jsonl": "601:1700000000000000000"}, "rows.jsonl has 601 bytes on here and 600 on machine 0", "must be the same"),
+        ({"rows.jsonl": BASE, "sales (mine)": "rows:b"}, "sales (mine) has other rows on here than on machine 0", "must be the same"),
         ({}, "rows.jsonl is only on machine 0", "must be the same"),
-        ({"rows.jsonl": BASE}, "here prepares other data than machine 0", "must be the same"),
+        ({"rows.jsonl": BASE, "sales (mine)": "rows:a"}, "here prepares other data than machine 0", "must be the same"),
     ],
 )
 def test_file_that_differs_between_machines_is_named(mine: dict[str, str], said: str, hint: str) -> None:
-    data, first = SimpleNamespace(stamps=mine, key="a"), SimpleNamespace(stamps={"rows.jsonl": BASE}, key="b")
+    data, first = SimpleNamespace(stamps=mine, key="a"), SimpleNamespace(stamps={"rows.jsonl": BASE, "sales (mine)": "rows:a"}, key="b")
     problem = other_data("here", cast(Prepared, data), cast(Prepared, first))
     assert problem is not None
     assert said in problem.message

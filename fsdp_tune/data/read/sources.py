@@ -39,6 +39,10 @@ KIND_OF_SUFFIX = {
 COMPRESSED = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x"}
 
 
+OF_ROWS = "rows"
+"""Begins a digest that is of rows, and not of a file."""
+
+
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -98,15 +102,17 @@ class RowSource:
         if self.head is not None:
             return ["stream"]
         if not self.stored_in:
-            return [self._rows_digest()]
+            return [self.rows_digest()[0]]
         kinds = [file.kind for file in self.files] or ["dataset"] * len(self.stored_in)
         return [f"{kind}:{digest}" for kind, digest in zip(kinds, digests(self.stored_in), strict=True)]
 
-    def _rows_digest(self) -> str:
-        digester = Digester()
+    def rows_digest(self) -> tuple[str, int]:
+        """Return a digest of the rows, for a source without files, and their number. Reads all of them."""
+        digester, rows = Digester(), 0
         for _, row in self.read():
             digester.update((json.dumps(row, default=repr) + "\n").encode())
-        return f"rows:{digester.entry().digest}"
+            rows += 1
+        return f"{OF_ROWS}:{digester.entry().digest}", rows
 
     def stamps(self) -> list[Stamp]:
         """Return the stamps of the files, which change when a file is written to, to detect a change while rows are read."""

@@ -12,7 +12,7 @@ from fsdp_tune.core.errors import Problem
 from fsdp_tune.data.inputs import Input, open_inputs
 from fsdp_tune.data.read.row_files import BadRow
 from fsdp_tune.data.store import Origin, UInt64
-from fsdp_tune.data.stream.units import StreamUnit, count_units, stream_stamps, stream_units
+from fsdp_tune.data.stream.units import StreamUnit, count_units, rows_of, stream_stamps, stream_units
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import Tokeniser
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -123,8 +123,8 @@ class RowStream:
     """Rows that the run leaves out, by the names of their units. They keep their places, so that no other row moves."""
 
     def stamps(self) -> dict[str, str]:
-        """Return the stamp of each file."""
-        return {name: stamp for source in self.sources for name, stamp in stream_stamps(source.units).items()}
+        """Return the stamps of the files, and the digests of rows that are in none."""
+        return stream_stamps([unit for source in self.sources for unit in source.units])
 
     def first_state(self) -> LaneState:
         none = (0.0,) * len(self.sources)
@@ -178,12 +178,6 @@ def open_stream(
         evaluated=np.zeros(0, np.uint64) if evaluated is None else evaluated,
         names=tuple(names),
     )
-
-
-def rows_of(units: Sequence[StreamUnit]) -> int | None:
-    """Return the rows of a source; None if some of its units were not counted."""
-    counts = [unit.rows for unit in units if unit.rows is not None]
-    return sum(counts) if len(counts) == len(units) else None
 
 
 def shares_by_step(recipe: Recipe) -> tuple[tuple[int, tuple[float, ...]], ...]:

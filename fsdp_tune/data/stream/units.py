@@ -1,16 +1,15 @@
 """Divide a source of a stream into units: files, or pieces of files, that are read independently, each from any row.
 
- The rows of a unit are counted before a run starts: from the footer of a Parquet file, in other local files
-by reading them once. Files at URLs other than Parquet are not counted. They are divided into pieces of
-similar size instead: ranges of bytes of a file of lines without compression; of any other file, piece p of
-n has the rows p, p + n, … and skips the others.
+The rows of a unit are counted before a run starts: from the footer of a Parquet file, in other local files and of a loader by reading
+them once. Files at URLs other than Parquet are not counted. They are divided into pieces of similar size instead: ranges of bytes of a
+file of lines without compression; of any other file, piece p of n has the rows p, p + n, … and skips the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -61,8 +60,10 @@ class StreamUnit:
     pieces: int = 1
     file_bytes: int | None = None
     """Size of a file that is divided into ranges of bytes; None for other files."""
-    stamp: FileStamp | None = None
-    """Of the file when the unit was created; None if the rows are not in files."""
+    stamps: Mapping[str, FileStamp] = field(default_factory=dict[str, FileStamp])
+    """Of the files that contain its rows, by name, when the unit was created; empty if there are none."""
+    rows_digest: str | None = None
+    """Of the rows when the unit was created, if they are not in files."""
     rows: int | None = None
     """Number of its rows, bad ones included; None if it was not counted."""
 
@@ -80,15 +81,14 @@ class StreamUnit:
     def read(self, start: int = 0) -> Iterator[NumberedRow | BadRow]:
         """Yield the rows of the unit after the first `start`. Those of a range of bytes are numbered from its first line: see `locate`.
 
-        Raises: usage error (exit 2) if the file cannot be read, or has changed when the unit has been read to its end.
+        Raises: usage error (exit 2) if a file cannot be read, or has changed when the unit has been read to its end.
         """
         yield from self._rows(start)
-        self._check_stamp()
+        self._check_stamps()
 
-    def _check_stamp(self) -> None:
-        """Raises: usage error if the file has changed since the unit was created."""
-        if (file := self.file) is not None and _stamp(file.path) != self.stamp:
-            raise _changed(self.source.names[self.number])
+    def _check_stamps(self) -> None:
+        """Raises: usage error if a file has changed since the unit was created."""
+        refuse_changed_files(stream_stamps([self]), stream_stamps([replace(self, stamps=_file_stamps(self.source, self.number))]))
 
     def _rows(self, start: int) -> Iterator[NumberedRow | BadRow]:
         file, dataset = self.file, self.source.dataset
@@ -109,18 +109,16 @@ class StreamUnit:
 
         Raises: usage error if it is unreadable, or has changed since the unit was created.
         """
-        file, dataset = self.file, self.source.dataset
-        if dataset is not None:
-            return replace(self, rows=len(dataset))
+        file = self.file
         if file is None:
-            return replace(self, rows=sum(1 for _ in self.source.read()))
+            return self
         if file.kind == "parquet":
             rows = parquet_row_count(file.path)
         elif isinstance(file.path, str):
             return self
         else:
             rows = arrow_row_count(file.path) if file.kind == "arrow" else count_rows(file.path, file.kind, self._part(0))
-        self._check_stamp()
+        self._check_stamps()
         return replace(self, rows=rows)
 
     def locate(self, row: int, column: int | None = None) -> Where:
@@ -141,41 +139,58 @@ class StreamUnit:
 
 
 def stream_units(source: RowSource, lanes: int) -> tuple[StreamUnit, ...]:
-    """Return the units of a source in the order of its files, not counted. Raises: usage error if a file is unreachable."""
+    """Return the units of a source in the order of its files, which are not counted. Raises: usage error if a file is unreachable."""
+    if not source.files and source.stored_in:
+        return (StreamUnit(source, 0, stamps=_file_stamps(source, 0), rows=len(source.dataset)),)
     if not source.files:
-        return (StreamUnit(source, 0),)
-    stamps = [_stamp(file.path) for file in source.files]
-    sizes = [stamp.size_bytes for stamp in stamps]
+        rows_digest, rows = source.rows_digest()
+        return (StreamUnit(source, 0, rows_digest=rows_digest, rows=rows),)
+    stamps = [_file_stamps(source, number) for number in range(len(source.files))]
+    sizes = [stamp.size_bytes for of_file in stamps for stamp in of_file.values()]
     target = max(1, min(UNIT_BYTES, -(-sum(sizes) // (UNITS_OF_LANE * lanes))))
     units: list[StreamUnit] = []
-    for number, (file, size, stamp) in enumerate(zip(source.files, sizes, stamps, strict=True)):
+    for number, (file, size, of_file) in enumerate(zip(source.files, sizes, stamps, strict=True)):
         pieces, file_bytes = 1, None
         if is_plain_lines(file.path, file.kind):
             pieces, file_bytes = max(1, -(-size // target)), size
         elif isinstance(file.path, str) and file.kind != "parquet":
             pieces = min(lanes, max(-(-lanes // len(sizes)), -(-size // target)))
-        units += [StreamUnit(source, number, piece, pieces, file_bytes, stamp) for piece in range(pieces)]
+        units += [StreamUnit(source, number, piece, pieces, file_bytes, of_file) for piece in range(pieces)]
     return tuple(units)
 
 
 def count_units(units: Sequence[StreamUnit], known: Mapping[str, int]) -> tuple[StreamUnit, ...]:
-    """Return the units with the numbers of their rows, from `known` by their names where it has them. Raises: usage error if a file
-    cannot be read."""
+    """Return the units with the numbers of their rows, from `known` by their names where it has them: of files alone, since other sources
+    may have the same name. Raises: usage error if a file cannot be read."""
 
     def counted(unit: StreamUnit) -> StreamUnit:
+        if unit.rows is not None:
+            return unit
         return replace(unit, rows=known[unit.name]) if unit.name in known else unit.counted()
 
     with ThreadPoolExecutor(COUNTING_THREADS) as pool:
         return tuple(pool.map(counted, units))
 
 
+def rows_of(units: Sequence[StreamUnit]) -> int | None:
+    """Return the rows of a source; None if some of its units were not counted."""
+    counts = [unit.rows for unit in units if unit.rows is not None]
+    return sum(counts) if len(counts) == len(units) else None
+
+
 def stream_stamps(units: Sequence[StreamUnit]) -> dict[str, str]:
-    """Return the stamp of each file as text, to record it."""
-    return {unit.source.names[unit.number]: unit.stamp.text for unit in units if unit.stamp is not None}
+    """Return the stamps of each file as text, to record them, and the digests of the rows of each source without files."""
+    found: dict[str, dict[str, None]] = {}
+    for unit in units:
+        for name, stamp in unit.stamps.items():
+            found.setdefault(name, {})[stamp.text] = None
+        if unit.rows_digest is not None:
+            found.setdefault(unit.name, {})[unit.rows_digest] = None
+    return {name: " ".join(stamps) for name, stamps in found.items()}
 
 
 def refuse_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises: usage error (exit 2) naming the files whose stamps differ from those recorded when the run started."""
+    """Raises: usage error (exit 2) naming the files whose stamps differ from the `recorded` ones."""
     changed = sorted(name for name in recorded.keys() | now.keys() if recorded.get(name) != now.get(name))
     if changed:
         raise FsdpTuneError(*(_changed(name).problems[0] for name in changed[:NAMED_FILES]))
@@ -184,6 +199,12 @@ def refuse_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) ->
 def unstamped_files(stamps: Mapping[str, str]) -> list[str]:
     """Return the files of which only a change of size is detected, since their server returns neither an ETag nor a time."""
     return [name for name, stamp in stamps.items() if stamp.partition(":")[2] == NO_MARK]
+
+
+def _file_stamps(source: RowSource, number: int) -> dict[str, FileStamp]:
+    """Return the stamps of a file of a source, or of all files of a data set, by their names as they are now."""
+    paths = [source.files[number].path] if source.files else source.stored_in
+    return {str(path): _stamp(path) for path in paths}
 
 
 def _stamp(path: Path | str) -> FileStamp:
@@ -199,5 +220,5 @@ def _stamp(path: Path | str) -> FileStamp:
 
 
 def _changed(name: str) -> FsdpTuneError:
-    hint = "restore the file, or start over with `--overwrite`: the rows of a run must not change while it is trained or resumed"
+    hint = "restore it, or start over with `--overwrite`: the rows of a run must not change while it is trained or resumed"
     return usage_error("data-changed", "it has changed since the run started", hint=hint, where=Where(name))

@@ -482,10 +482,12 @@ def _class_here(key: str, old: Recipe, new: Recipe) -> OnResume:
     # Rows held out of the training data change what is trained; separate eval sets do not.
     if key.split(".")[:2] == ["data", "eval"] and not any(isinstance(each.data.eval, EvalFraction | EvalRows) for each in (old, new)):
         return OnResume.FREE
-    # A lane may have half of a window, whose sources follow from the step at which it began.
-    if key == GLOBAL_BATCH and new.data.curriculum:
-        return OnResume.REFUSED
-    return effect_of(key).on_resume
+    return class_of_global_batch(new) if key == GLOBAL_BATCH else effect_of(key).on_resume
+
+
+def class_of_global_batch(recipe: Recipe) -> OnResume:
+    """A lane of a stream may have half of a window, whose sources follow from the step at which it began in a curriculum."""
+    return OnResume.REFUSED if recipe.data.curriculum else effect_of(GLOBAL_BATCH).on_resume
 
 
 def _values(recipe: Recipe) -> dict[str, object]:

@@ -86,8 +86,6 @@ class TrainingRows(StepObserver, Protocol):
 class Source:
     """A training source of prepared rows."""
 
-    index: int
-    """Among all sources, those of eval sets included."""
     name: str
     """Its label, or its number."""
     passes_per_token: float
@@ -99,21 +97,18 @@ class SourceTokens:
 
     sources: tuple[Source, ...]
     of_file: Int64
-    """Index of the source of each file of the store."""
+    """Index of the source of each file of the store. Training sources are the first, so that the counts do not depend on the eval sets."""
     counts: Int64 | None
-    """By this rank, for each source, since the run started. None for a single source, whose tokens are those of the run, and after a
-    checkpoint without such counts."""
+    """By this rank, for each training source, since the run started. None for a single one, whose tokens are those of the run, and after
+    a checkpoint without such counts."""
 
     @classmethod
     def of(cls, inputs: Sequence[InputAccount]) -> SourceTokens:
-        """`inputs` are the accounts of all sources in the report of the preparation."""
-        trained = [(index, account) for index, account in enumerate(inputs) if account.set == TRAIN]
-        sources = [
-            Source(index, account.label or str(number), account.repeats / max(account.tokens, 1))
-            for number, (index, account) in enumerate(trained)
-        ]
+        """`inputs` are the accounts of all sources in the report of the preparation, those of `data.train` first."""
+        trained = [account for account in inputs if account.set == TRAIN]
+        sources = [Source(account.label or str(number), account.repeats / max(account.tokens, 1)) for number, account in enumerate(trained)]
         of_file = [index for index, account in enumerate(inputs) for _ in range(account.files)]
-        counts = np.zeros(len(inputs), np.int64) if len(sources) > 1 else None
+        counts = np.zeros(len(sources), np.int64) if len(sources) > 1 else None
         return cls(tuple(sources), np.array(of_file, np.int64), counts)
 
     def add(self, store: RowStore, rows: Sequence[int]) -> None:
@@ -127,8 +122,7 @@ class SourceTokens:
         if every is None:
             return {}
         facts: dict[str, int | float] = {}
-        for source in self.sources:
-            tokens = every[source.index]
+        for source, tokens in zip(self.sources, every, strict=True):
             facts |= {f"source_{source.name}_tokens": tokens, f"source_{source.name}_passes": tokens * source.passes_per_token}
         return facts
 
@@ -139,9 +133,11 @@ class SourceTokens:
         return [sum(counts) for counts in zip(*gather(self.counts.tolist()), strict=True)]
 
     def restore(self, state: object) -> None:
-        """Continue with what `state` returned."""
-        stored = [count for count in as_list(state) if isinstance(count, int)]
-        if self.counts is None or len(stored) != len(self.counts):
+        """Continue with what `state` returned. Earlier versions also stored a 0 for each source of the eval sets of that time."""
+        if self.counts is None:
+            return
+        stored = [count for count in as_list(state) if isinstance(count, int)][: len(self.counts)]
+        if len(stored) < len(self.counts):
             self.counts = None
         else:
             self.counts = np.array(stored if dist.get_rank() == 0 else [0] * len(stored), np.int64)
