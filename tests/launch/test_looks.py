@@ -21,7 +21,7 @@ import pytest
 from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.launch.supervise import hang_diagnosis, looks
 from fsdp_tune.launch.supervise import supervisor as supervise
-from fsdp_tune.launch.supervise.looks import Looks, Place
+from fsdp_tune.launch.supervise.looks import HeldDirectory, Looks
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat, Outcome, Verdict
@@ -221,7 +221,7 @@ def test_run_directory_that_is_soon_back_was_not_gone(launch: Launch, run: RunDi
 def test_place_is_left_when_its_path_leads_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    with Place(path) as place:
+    with HeldDirectory(path) as place:
         assert not place.is_left()
         path.rename(tmp_path / "elsewhere")
         assert place.is_left()

@@ -65,7 +65,7 @@ def reason_of(error: BaseException) -> str:
     return str(error)
 
 
-class Place:
+class HeldDirectory:
     """A directory and its path. It is held open, so that its inode is its own even where a file system makes up the numbers."""
 
     def __init__(self, path: Path) -> None:

@@ -31,7 +31,7 @@ from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.end_of_launch import LaunchObservation, judge
 from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text, with_launcher_state
-from fsdp_tune.launch.supervise.looks import REFUSALS, Looks, Place
+from fsdp_tune.launch.supervise.looks import REFUSALS, HeldDirectory, Looks
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import Continued, TrainStarted, read_event
@@ -146,10 +146,10 @@ class Supervisor:
         Must run in the main thread: Python runs signal handlers there, and the kernel kills the launcher with the thread that started it.
         """
         self._run.logs.mkdir(parents=True, exist_ok=True)
-        with Place(self._run.path) as place:
+        with HeldDirectory(self._run.path) as place:
             yield from self._events(place)
 
-    def _events(self, place: Place) -> Generator[Event]:
+    def _events(self, place: HeldDirectory) -> Generator[Event]:
         run = self._run
         is_first_machine = self._plan.machine_rank == 0
         clear(run, self._plan.ranks, with_verdict=is_first_machine)
@@ -181,7 +181,7 @@ class Supervisor:
             yield Message(refusal)
         yield ended
 
-    def _polled(self, launcher: subprocess.Popen[str], watch: RankWatch, metrics: Follower, place: Place) -> Iterator[Event]:
+    def _polled(self, launcher: subprocess.Popen[str], watch: RankWatch, metrics: Follower, place: HeldDirectory) -> Iterator[Event]:
         """Look at everything once. Every look of the loop at a file or a process is one of these: none that is refused hinders another."""
         yield from self._looked("passing on signals", lambda: self._pass_on_signals(watch))
         yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
@@ -278,7 +278,7 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     append_event(self._run, Continued(self._last_logged_step, gap.seconds, message))
 
-    def _noticed_move(self, place: Place) -> Iterator[Event]:
+    def _noticed_move(self, place: HeldDirectory) -> Iterator[Event]:
         """Stop the ranks once the path of the run has led elsewhere, or nowhere, for `MOVED_SECONDS`."""
         self._left_at = (self._left_at or LIVED.now()) if place.is_left() else None
         if self._left_at is not None and LIVED.now() - self._left_at >= MOVED_SECONDS and not self._is_directory_gone:
