@@ -23,6 +23,8 @@ DOCUMENT_BYTES = 256 << 20
 PIECE_BYTES = 4 << 20
 LINE_BYTES = 16 << 20
 """Limit of a line of a file that is read in pieces; longer ones are left out."""
+LOG_BYTES = 1 << 20
+"""Of a log, from its end, that is searched for why a process ended."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -82,6 +84,13 @@ def read_regular(path: Path, *, most_bytes: int = DOCUMENT_BYTES) -> bytes:
         raw = file.read(most_bytes + 1)  # the file may grow meanwhile
     refuse_larger(path, len(raw), most_bytes)
     return raw
+
+
+def read_end_of_log(path: Path, start: int) -> str:
+    """Return what a log has from `start` on, but at most its last `LOG_BYTES`. Raises: UnsuitableFileError, OSError."""
+    with open_regular(path) as file:
+        file.seek(max(start, os.fstat(file.fileno()).st_size - LOG_BYTES))
+        return file.read(LOG_BYTES).decode("utf-8", "replace")
 
 
 def refuse_larger(path: Path, size_bytes: int, most_bytes: int) -> None:

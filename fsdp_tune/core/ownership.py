@@ -374,11 +374,16 @@ def _start_of(pid: int) -> str | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs and is not a zombie. psutil compares start times, so a reused pid does not count."""
+    """Return whether a process runs and is not a zombie. psutil compares start times, so a reused pid does not count.
+
+    One that cannot be looked at, such as with no descriptor left for it, counts as alive.
+    """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+    except (psutil.Error, OSError, MemoryError):
+        return True
 
 
 def is_rank_of(run: Path, rank: int, pid: int) -> bool:

@@ -108,10 +108,10 @@ class ResumeRequest(Document):
 
 def disk_refusal(run: RunDir) -> str | None:
     """Return why the disk refuses a file of the size of a heartbeat in a run's logs; None if it accepts one, or if the logs are gone."""
-    if not run.logs.is_dir():
-        return None
     probe = run.logs / f"write-probe-{os.getpid()}"
     try:
+        if not run.logs.is_dir():
+            return None
         write_file(probe, "can this directory be written?\n" * 32, private=True)  # the size of a heartbeat
         DISK.unlink(probe)
     except OSError as error:

@@ -30,7 +30,7 @@ class Follower:
     """Return the new complete lines of `path` at each call of `read`, without those that existed when this was created.
 
     A resumed run truncates metrics.jsonl to its checkpoint, in place or by a new file of the same name; reading then continues
-    after the lines that were known before.
+    after the lines that were known before. A call reads at most `LINE_BYTES`, and one that raises OSError can be made again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,8 +52,8 @@ class Follower:
             return []
         with open_regular(self._path) as file:
             file.seek(self._offset)
-            fresh = file.read()
-        end = fresh.rfind(b"\n") + 1
+            fresh = file.read(LINE_BYTES)
+        end = fresh.rfind(b"\n") + 1 or (len(fresh) if len(fresh) == LINE_BYTES else 0)
         self._offset += end
         return json_objects(fresh[:end])
 

@@ -158,7 +158,7 @@ LAUNCH_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 
 def read_heartbeat(run: RunDir, rank: int, launch: str | None = None) -> Heartbeat | None:
-    """Return the last heartbeat of a rank; None before the first, and for a file that is damaged or of another version.
+    """Return the last heartbeat of a rank; None before the first, and for a file that is damaged or of another version. Raises: OSError.
 
     `launch`: None too for a heartbeat of another launch. A rank of an earlier one may still run on a machine that was lost and is back.
     """
@@ -170,14 +170,30 @@ def read_heartbeat(run: RunDir, rank: int, launch: str | None = None) -> Heartbe
 
 
 def read_outcome(run: RunDir, rank: int, launch: str | None = None) -> Outcome | None:
-    """Return the outcome of a rank; None if it has not ended, and if not of `launch`. An unreadable file is a failure."""
+    """Return the outcome of a rank; None if it has not ended, and if not of `launch`. A damaged file is a failure. Raises: OSError."""
     path = run.rank_outcome(rank)
     try:
         outcome = Outcome.read(path)
         return outcome if outcome is not None and launch in (None, outcome.launch) else None
     except FsdpTuneError as error:
-        problem = Problem("outcome-unreadable", f"rank {rank} left an outcome that cannot be read: it {error}", Where(str(path)))
-        return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, rank=rank)
+        return unreadable_outcome(run, rank, f"it {error}")
+
+
+def unreadable_outcome(run: RunDir, rank: int, why: str) -> Outcome:
+    """Return what stands for the outcome of a rank that cannot be read."""
+    where = Where(str(run.rank_outcome(rank)))
+    problem = Problem("outcome-unreadable", f"rank {rank} left an outcome that cannot be read: {why}", where)
+    return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, rank=rank)
+
+
+def record(run: RunDir, verdict: Verdict) -> str | None:
+    """Write the verdict on a launch. Returns why it could not be written, and what it is; None if it is."""
+    try:
+        verdict.write(run.outcome_json)
+    except OSError as error:
+        how = f"exit code {int(verdict.exit_code)}, {verdict.reason.value}, step {verdict.step}"
+        return f"{run.outcome_json} cannot be written ({error.strerror}): the run ended with {how}"
+    return None
 
 
 def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
@@ -186,7 +202,8 @@ def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
         run.outcome_json.unlink(missing_ok=True)
     cleared = set(ranks)
     for stage in run.logs.glob("rank-*.heartbeat.*.tmp"):
-        if int(stage.name.removeprefix("rank-").partition(".")[0]) in cleared:
+        number = stage.name.removeprefix("rank-").partition(".")[0]
+        if number.isdecimal() and int(number) in cleared:  # any other is a user's
             stage.unlink(missing_ok=True)
     for rank in cleared:
         run.rank_heartbeat(rank).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.core import files
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.core.files import UnsuitableFileError, folders_in, lines_of, open_regular, read_regular
+from fsdp_tune.core.files import UnsuitableFileError, folders_in, lines_of, open_regular, read_end_of_log, read_regular
 from tests.time_limit import limited
 
 
@@ -32,6 +32,18 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
             (problem,) = caught.value.problems
             assert (problem.where.source, problem.message) == (str(path), f"is {kind}, not a regular file")
             assert problem.hint is not None
+
+
+def test_end_of_a_log_is_read_from_where_a_launch_began_and_no_more_than_its_last_part(tmp_path: Path) -> None:
+    log = tmp_path / "launcher.log"
+    log.write_text("of an earlier launch\nof this launch\n")
+    assert read_end_of_log(log, log.read_text().index("of this")) == "of this launch\n"
+    os.truncate(log, 8 << 30)
+    with open(log, "a") as file:
+        file.write("\nfailed\n")
+    text = read_end_of_log(log, 0)
+    assert text.endswith("\nfailed\n")
+    assert len(text) <= files.LOG_BYTES
 
 
 def test_error_is_a_usage_error_and_an_oserror(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fsdp_tune.core.errors import ExitReason, Problem
+from fsdp_tune.launch.supervise import attempts
 from fsdp_tune.launch.supervise.attempts import Attempts, Failure, NewerCopy, Restart, decide_restart, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event
 from fsdp_tune.run.directory import RunDir
@@ -32,6 +36,27 @@ def failures(*places: tuple[int, int], has_trained: bool = True) -> list[Failure
 
 def no_rows(step: int) -> str | None:
     return None
+
+
+def test_failure_keeps_its_reason_when_the_files_for_a_restart_cannot_be_read(
+    tmp_path: Path, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/run")
+
+    monkeypatch.setattr(attempts, "latest_checkpoint", refuse)
+    monkeypatch.setattr(attempts.Attempts, "_launch", lambda _: once(ended(ExitReason.LOST_RANK, "rank-killed")))
+    last, _ = end_of(Attempts(plan_of({"0": []}), resolved(tmp_path, "launch.max_restarts=2"), no_rows).events())
+    assert (last.exit_code, last.reason) == (5, ExitReason.LOST_RANK)
+    assert last.problem is not None
+    assert last.problem.code == "rank-killed"
+    assert last.problem.message.endswith("; it is not restarted, since files of the run cannot be used: /run: Permission denied")
+
+
+def once(judged: Verdict) -> Generator[Event, None, tuple[Any, Verdict]]:
+    """A launch that ends with this verdict."""
+    yield from ()
+    return SimpleNamespace(signals=[], has_trained=True), judged
 
 
 @pytest.mark.parametrize(

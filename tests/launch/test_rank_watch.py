@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +193,68 @@ def test_disk_that_refuses_heartbeats_is_no_hang_until_it_takes_them(
     assert LIMIT_SECONDS - 2 <= found <= LIMIT_SECONDS + 2
 
 
+def refused(*_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/run/logs")
+
+
+def test_heartbeats_that_cannot_be_looked_at_are_no_hang_until_they_can(
+    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = ranks_of(2)
+    watch = RankWatch(ranks.run, range(2))
+    assert ranks.hang_found_after(watch, 10, moves=ranks.progress) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(watches, "read_heartbeat", refused)
+        assert ranks.hang_found_after(watch, 10 * LIMIT_SECONDS) is None
+        assert watch.refusal == "/run/logs: Permission denied"
+        assert not watch.is_quiet(LIMIT_SECONDS), "machines that wait for this one do not take it for silent either"
+    found = ranks.hang_found_after(watch, 60)
+    assert found is not None
+    assert watch.refusal is None
+    assert LIMIT_SECONDS - 2 <= found <= LIMIT_SECONDS + 2
+
+
+def test_heartbeat_that_a_directory_has_replaced_is_no_hang(run: RunDir) -> None:
+    """The rank cannot replace it."""
+    run.rank_heartbeat(0).mkdir(parents=True)
+    watch = RankWatch(run, range(1))
+    watch.read_all()
+    assert watch.refusal == f"{run.rank_heartbeat(0)}: Is a directory"
+
+
+def test_rank_that_has_ended_is_judged_once_its_outcome_can_be_looked_at(
+    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, outcomes = ranks_of(2), list[Outcome]()
+    watch = RankWatch(ranks.run, range(2))
+    ranks.hang_found_after(watch, 2, moves=ranks.progress)
+    monkeypatch.setattr(watches, "is_alive", lambda process: process.pid != 1)
+    monkeypatch.setattr(watches, "read_outcome", lambda *_: outcomes[0] if outcomes else refused())
+    ranks.hang_found_after(watch, 10, moves=ranks.progress)
+    assert (watch.failed_at, watch.deaths) == (None, [])
+    outcomes.append(Outcome(ExitCode.PREEMPTED, ExitReason.PREEMPTED, rank=1))
+    ranks.hang_found_after(watch, 2, moves=ranks.progress)
+    assert (watch.failed_at, watch.deaths) == (None, [])
+    assert 1 in watch.outcomes
+
+
+def test_rank_whose_outcome_can_never_be_looked_at_is_dead_after_a_minute(
+    ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = ranks_of(2)
+    watch = RankWatch(ranks.run, range(2))
+    ranks.hang_found_after(watch, 2, moves=ranks.progress)
+    monkeypatch.setattr(watches, "is_alive", lambda process: process.pid != 1)
+    monkeypatch.setattr(watches, "read_outcome", refused)
+    ranks.hang_found_after(watch, watches.UNREAD_SECONDS - 1, moves=ranks.progress)
+    assert watch.failed_at is None
+    ranks.hang_found_after(watch, 2, moves=ranks.progress)
+    assert [death.rank for death in watch.deaths] == [1]
+    problem = watch.known_ends()[1].problem
+    assert problem is not None
+    assert problem.message == "rank 1 left an outcome that cannot be read: /run/logs: Permission denied"
+
+
 def test_progress_of_one_rank_prevents_a_hang_report(ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(8)
     watch = RankWatch(ranks.run, range(8))
@@ -271,8 +335,10 @@ def test_files_of_another_launch_are_left_out(run: RunDir, monkeypatch: pytest.M
 def test_launch_clears_unfinished_heartbeats_of_its_ranks_alone(run: RunDir) -> None:
     run.logs.mkdir(parents=True)
     own, other = (run.logs / f"rank-{rank:04d}.heartbeat.0123abcd.tmp" for rank in (1, 2))
-    for stage in (own, other):
+    of_a_user = run.logs / "rank-foo.heartbeat.x.tmp"
+    for stage in (own, other, of_a_user):
         stage.touch()
     clear(run, range(2), with_verdict=False)
     assert not own.exists()
     assert other.exists(), "a rank of another machine may be writing it"
+    assert of_a_user.exists()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+from io import FileIO
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -14,6 +17,7 @@ from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch, start_early
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Supervisor
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.early_start import EarlyStart
 from tests.launch.fake_ranks import ENDS_WELL, end_of, fake_plan, write_parts_of_ranks
 from tests.launch.links import until
 from tests.launch.orphans import children, left_over
@@ -91,6 +95,22 @@ def test_launcher_that_dies_early_answers_no_inspection_and_is_replaced(tmp_path
     assert ended.problem is None
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not any(map(is_alive, alive))
+
+
+def test_log_that_cannot_be_copied_is_copied_later_and_its_end_is_known(tmp_path: Path) -> None:
+    (tmp_path / "early.log").write_text("first\n")
+    log, process = tmp_path / "logs" / "launcher.log", cast(subprocess.Popen[str], None)
+    with FileIO(str(tmp_path / "early.log")) as output:
+        early = EarlyLaunch(EarlyStart(tmp_path), process, output)
+        with pytest.raises(FileNotFoundError):
+            early.copy_log(log)
+        with open(tmp_path / "early.log", "a") as file:
+            file.write("second\n")
+        assert early.end_of_log() == "first\nsecond\n"
+        log.parent.mkdir()
+        early.copy_log(log)
+        early.copy_log(log)
+    assert log.read_text() == "first\nsecond\n"
 
 
 def test_full_temporary_directory_means_no_early_start(tmp_path: Path, absent: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import LaunchRecord, train_command
+from fsdp_tune.run.launch_files import LaunchRecord, disk_refusal, train_command
 
 
 def typed(run: RunDir, *words: str, cwd: Path | None = None) -> RunDir:
@@ -57,3 +59,15 @@ def test_missing_command_line_is_an_ellipsis(content: str | None, tmp_path: Path
     if content is not None:
         run.launch_json.write_text(content)
     assert train_command(run, "--resume", "auto") == "fsdp-tune train … --resume auto"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_logs_that_cannot_be_looked_at_cannot_be_written(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    assert disk_refusal(run) is None, "there are none"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert disk_refusal(run) == f"{run.logs} cannot be written ({os.strerror(number)})"

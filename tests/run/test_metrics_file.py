@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_tune.core import files
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import Follower, MetricsReader, metrics_with, read_metrics
 
@@ -39,6 +40,34 @@ def test_earlier_lines_are_not_yielded(tmp_path: Path) -> None:
     follower = Follower(path)
     append(path, '{"step": 3}\n')
     assert steps(follower.read()) == [3]
+
+
+def test_file_that_grows_to_any_size_is_read_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, 1)
+    follower = Follower(path)
+    size = path.stat().st_size + files.LINE_BYTES + 10
+    os.truncate(path, size)
+    assert follower.read() == []
+    append(path, '\n{"step": 2}\n')
+    assert steps(follower.read()) == [2], "what has no end of a line is left out"
+    os.truncate(path, 2 << 40)
+    assert follower.read() == []
+
+
+def test_read_that_was_refused_is_made_again(tmp_path: Path) -> None:
+    path, aside = tmp_path / "m.jsonl", tmp_path / "aside"
+    write(path, 1)
+    follower = Follower(path)
+    append(path, '{"step": 2}\n')
+    path.rename(aside)
+    for stand_in in (path.mkdir, lambda: path.symlink_to(path)):
+        stand_in()
+        with pytest.raises(OSError, match=r"directory|symbolic links"):
+            follower.read()
+        path.unlink() if path.is_symlink() else path.rmdir()
+    aside.rename(path)
+    assert steps(follower.read()) == [2]
 
 
 @pytest.mark.parametrize("in_place", [True, False])

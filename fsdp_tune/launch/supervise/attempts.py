@@ -21,6 +21,7 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.machines.machine import Fewer, Standby
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
+from fsdp_tune.launch.supervise.looks import reason_of
 from fsdp_tune.launch.supervise.supervisor import Event, Message, Supervisor
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -37,7 +38,7 @@ from fsdp_tune.run.directory import (
 from fsdp_tune.run.events import CheckpointRejected, MachinesChanged, Restarted
 from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.metrics_file import append_event
-from fsdp_tune.run.rank_files import ECHO_CODES, Verdict
+from fsdp_tune.run.rank_files import ECHO_CODES, Verdict, record
 
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""
@@ -111,27 +112,39 @@ class Attempts:
         step = 0
         while True:
             if (ended := (yield from self._gather())) is not None:
-                ended = replace(ended, step=step)
-                ended.write(self._plan.run.outcome_json)
-                self._machines.conclude(ended)
-                yield ended
+                yield from self._conclude(replace(ended, step=step), is_written=False)
                 return
             supervisor, judged = yield from self._launch()
             step = judged.step
             self._machines.end(judged)
             ended = self._without_stopped(self._machines.verdict(judged), supervisor)
-            decision: Restart | Problem | None = ended.problem
-            checkpoint: Checkpoint | None = None
+            problem = ended.problem
             if is_transient(ended, supervisor.signals):
-                decision, checkpoint = yield from self._decide(ended, has_trained=supervisor.has_trained)
-            if not isinstance(decision, Restart):
-                if decision != judged.problem or ended != judged:
-                    ended = replace(ended, problem=decision)
-                    ended.write(self._plan.run.outcome_json)
-                self._machines.conclude(ended)
-                yield ended
+                problem = yield from self._restart_or_end(ended, has_trained=supervisor.has_trained)
+            if problem is not None or ended.problem is None:
+                ended = replace(ended, problem=problem)
+                yield from self._conclude(ended, is_written=ended == judged)
                 return
+
+    def _conclude(self, ended: Verdict, *, is_written: bool) -> Generator[Event]:
+        """End the run for all machines."""
+        if not is_written and (refusal := record(self._plan.run, ended)) is not None:
+            yield Message(refusal)
+        self._machines.conclude(ended)
+        yield ended
+
+    def _restart_or_end(self, ended: Verdict, *, has_trained: bool) -> Generator[Event, None, Problem | None]:
+        """Prepare the next launch. Returns the problem that ends the run if there is none."""
+        assert ended.problem is not None, "only failures come here"
+        try:
+            decision, checkpoint = yield from self._decide(ended, has_trained=has_trained)
+            if isinstance(decision, Problem):
+                return decision
             yield Message(self._prepare_restart(decision, checkpoint))
+        except OSError as error:
+            message = f"{ended.problem.message}; it is not restarted, since files of the run cannot be used: {reason_of(error)}"
+            return replace(ended.problem, message=message)
+        return None
 
     def _without_stopped(self, ended: Verdict, supervisor: Supervisor) -> Verdict:
         """Return the verdict, in which the stop of another machine is its loss if the run can do without it.
@@ -219,7 +232,7 @@ class Attempts:
         raise AssertionError("a supervisor ends with a verdict")
 
     def _decide(self, ended: Verdict, *, has_trained: bool) -> Generator[Event, None, tuple[Restart | Problem, Checkpoint | None]]:
-        assert ended.problem is not None, "only failures come here"
+        assert ended.problem is not None
         if self._recipe.launch.max_restarts == 0:  # before other machines are asked, one of which may be lost
             return ended.problem, None
         digests = self._recipe.checkpoint.verify == "digest"

@@ -7,6 +7,7 @@ checks, and the first of them also inspects the model (`worker.__main__`). If th
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import time
@@ -21,6 +22,7 @@ import yaml
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.clocks import LIVED
+from fsdp_tune.core.files import LOG_BYTES, PIECE_BYTES
 from fsdp_tune.core.ownership import temporary_directory
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise.rank_watch import kill_for_good
@@ -61,10 +63,21 @@ class EarlyLaunch:
         return self.process
 
     def copy_log(self, log: Path) -> None:
-        """Append the launcher's new output to a log file."""
-        if new := self.output.read():
-            with DISK.open_private(log, "ab") as target:
-                target.write(new)
+        """Append the launcher's new output to a log file. What the disk refuses is left to the next call. Raises: OSError."""
+        start = self.output.tell()
+        while new := self.output.read(PIECE_BYTES):
+            try:
+                with DISK.open_private(log, "ab") as target:
+                    target.write(new)
+            except OSError:
+                self.output.seek(start)
+                raise
+            start += len(new)
+
+    def end_of_log(self) -> str:
+        """Return the end of the launcher's output, whether or not it could be copied. Raises: OSError."""
+        start = max(0, os.fstat(self.output.fileno()).st_size - LOG_BYTES)
+        return os.pread(self.output.fileno(), LOG_BYTES, start).decode("utf-8", "replace")
 
     def remove_files(self) -> None:
         """Remove the temporary directory. Ranks that have started need nothing of it."""

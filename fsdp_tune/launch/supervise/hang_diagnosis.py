@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,9 @@ from pathlib import Path
 import psutil
 
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.files import read_end_of_log
 from fsdp_tune.core.units import format_seconds
+from fsdp_tune.launch.supervise.looks import REFUSALS
 from fsdp_tune.launch.supervise.stack_dumps import find_location, parse, waits_in
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat, RankState
@@ -79,8 +80,10 @@ def with_launcher_state(rank_states: Sequence[RankState], ranks: range, launcher
 def _state(process: psutil.Process) -> str | None:
     try:
         return STATES.get(process.status())
-    except psutil.Error:
+    except psutil.NoSuchProcess:
         return "gone"
+    except REFUSALS:
+        return None
 
 
 def _ask(process: psutil.Process) -> None:
@@ -90,7 +93,7 @@ def _ask(process: psutil.Process) -> None:
 
 
 def _signal(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(*REFUSALS):
         process.send_signal(number)
 
 
@@ -124,12 +127,9 @@ def _size(path: Path) -> int:
 
 def _read_from(path: Path, start: int) -> str:
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        return read_end_of_log(path, start)
     except OSError:
         return ""
-    with open(descriptor, "rb") as file:
-        file.seek(start)
-        return file.read().decode("utf-8", "replace")
 
 
 def late_ranks(rank_states: Sequence[RankState]) -> list[RankState]:

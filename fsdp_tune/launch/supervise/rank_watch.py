@@ -7,6 +7,7 @@ to hang, a signal was received) every file is read at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -18,9 +19,10 @@ from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.ownership import is_alive
 from fsdp_tune.launch.supervise.end_of_launch import GOOD_CODES, KILL_WAIT_SECONDS, Death
 from fsdp_tune.launch.supervise.hang_diagnosis import STATES, collect_rank_states
+from fsdp_tune.launch.supervise.looks import REFUSALS, reason_of
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import disk_refusal
-from fsdp_tune.run.rank_files import Heartbeat, Outcome, RankState, read_heartbeat, read_outcome
+from fsdp_tune.run.rank_files import Heartbeat, Outcome, RankState, read_heartbeat, read_outcome, unreadable_outcome
 
 UNSEEN_SECONDS = 10.0
 """The agent starts its ranks together. A rank that is not seen this long after another one started and ended between two polls."""
@@ -64,6 +66,10 @@ UNWRITTEN_SECONDS = 5.0
 TRIAL_SECONDS = 1.0
 
 
+UNREAD_SECONDS = 60.0
+"""After so long a rank that has ended counts as dead although its outcome, if there is one, cannot be looked at."""
+
+
 class HeartbeatTimes:
     """The last heartbeat of one rank, in seconds that this process lived through (`core.clocks`)."""
 
@@ -71,9 +77,19 @@ class HeartbeatTimes:
         self.beat: Heartbeat | None = None
         self.progressed_at = self.written_at = now
         """When the rank last made progress and when its file last changed, at the latest when that was read."""
+        self.refused_at = float("-inf")
+        """When its file could last not be looked at. Silence counts from then on."""
+        self.refusal: str | None = None
 
     def read(self, run: RunDir, rank: int, launch: str | None) -> None:
-        beat, now = read_heartbeat(run, rank, launch), LIVED.now()
+        try:
+            beat, self.refusal = read_heartbeat(run, rank, launch), None
+            if beat is None and run.rank_heartbeat(rank).is_dir():  # which the rank cannot replace
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(run.rank_heartbeat(rank)))
+        except REFUSALS as error:
+            self.refused_at, self.refusal = LIVED.now(), reason_of(error)
+            return
+        now = LIVED.now()
         if beat is None:
             return
         if self.beat is None or beat.time != self.beat.time:
@@ -96,6 +112,9 @@ class RankWatch:
         self._outcome_seen: dict[int, float] = {}
         self._first_seen: float | None = None
         self._launcher: psutil.Process | None = None
+        self._gone_at: dict[int, float] = {}
+        self._unread: dict[int, str] = {}
+        """Why the outcome of a rank could not be looked at."""
         self._tried_at = self._refused_at = float("-inf")
         self.disk_refusal: str | None = None
         """Why heartbeats cannot be written at present: a full or read-only disk. Silence counts from the end of that."""
@@ -124,13 +143,35 @@ class RankWatch:
         self._try_disk(now)
         for rank in self._ranks:
             if rank not in self._ended and self._is_gone(rank, now):
-                self._ended[rank] = now
-                self._read(rank)  # after it has ended: it writes its outcome last
-                if not self.expects_deaths and rank not in self.outcomes:
-                    self.deaths.append(Death(rank, time.time()))
+                self._note_end(rank, now)
         if self.failed_at is None and (self.deaths or any(outcome.exit_code not in GOOD_CODES for outcome in self.outcomes.values())):
             self.failed_at = now
             self.read_all()
+
+    def _note_end(self, rank: int, now: float) -> None:
+        """Record that a rank has ended, once its outcome could be looked at, which it writes last."""
+        gone_at = self._gone_at.setdefault(rank, now)
+        self._read(rank)
+        self._read_outcome(rank)
+        if rank in self._unread and now - gone_at < UNREAD_SECONDS:
+            return
+        self._ended[rank] = now
+        if not self.expects_deaths and rank not in self.outcomes:
+            self.deaths.append(Death(rank, time.time()))
+
+    @property
+    def refusal(self) -> str | None:
+        """Why files of ranks cannot be looked at; None if all can."""
+        return next(iter([*(sign.refusal for sign in self._signs.values() if sign.refusal is not None), *self._unread.values()]), None)
+
+    @property
+    def lacks_outcomes(self) -> bool:
+        """Whether an outcome cannot be looked at."""
+        return bool(self._unread)
+
+    def known_ends(self) -> dict[int, Outcome]:
+        """Return the outcomes, and a failure for each rank whose outcome cannot be looked at."""
+        return self.outcomes | {rank: unreadable_outcome(self._run, rank, why) for rank, why in self._unread.items()}
 
     def _try_disk(self, now: float) -> None:
         """Without heartbeats, learn whether the disk refuses them: ranks that train on a full disk must not be taken for silent ones."""
@@ -157,11 +198,17 @@ class RankWatch:
             self._read_outcome(rank)
 
     def _read_outcome(self, rank: int) -> None:
-        if rank not in self.outcomes:
+        if rank in self.outcomes:
+            return
+        try:
             outcome = read_outcome(self._run, rank, self._launch)
-            if outcome is not None:
-                self.outcomes[rank] = outcome
-                self._outcome_seen[rank] = LIVED.now()
+        except REFUSALS as error:
+            self._unread[rank] = reason_of(error)
+            return
+        self._unread.pop(rank, None)
+        if outcome is not None:
+            self.outcomes[rank] = outcome
+            self._outcome_seen[rank] = LIVED.now()
 
     def read_all(self) -> None:
         """Read the files of every rank of this machine now."""
@@ -175,7 +222,8 @@ class RankWatch:
         return not is_alive(process) if process is not None else self._was_missed(rank, now)
 
     def _was_missed(self, rank: int, now: float) -> bool:
-        return self._first_seen is not None and now - self._first_seen > UNSEEN_SECONDS and self._signs[rank].beat is None
+        sign = self._signs[rank]
+        return self._first_seen is not None and now - max(self._first_seen, sign.refused_at) > UNSEEN_SECONDS and sign.beat is None
 
     @property
     def beats(self) -> dict[int, Heartbeat]:
@@ -242,7 +290,7 @@ class RankWatch:
     @property
     def silent_seconds(self) -> float:
         """Seconds since any rank of this machine made progress or ended, or could not have reported that."""
-        progressed = (sign.progressed_at for sign in self._signs.values())
+        progressed = (max(sign.progressed_at, sign.refused_at) for sign in self._signs.values())
         return LIVED.now() - max([*progressed, *self._ended.values(), *self._outcome_seen.values(), self._refused_at])
 
     def _frozen_seconds(self, limit_seconds: float) -> float | None:
@@ -253,10 +301,11 @@ class RankWatch:
         """
         now = LIVED.now()
         for rank, sign in self._signs.items():
-            if rank not in self._ended and rank not in self.outcomes and now - max(sign.written_at, self._refused_at) > limit_seconds:
+            is_there = rank not in self._ended and rank not in self.outcomes
+            if is_there and now - max(sign.written_at, sign.refused_at, self._refused_at) > limit_seconds:
                 self._read(rank)
                 process, states = self.processes.get(rank), HELD if sign.beat is None else STATES
-                silent_seconds = now - max(sign.written_at, self._refused_at)
+                silent_seconds = now - max(sign.written_at, sign.refused_at, self._refused_at)
                 if silent_seconds > limit_seconds and process is not None and _status(process) in states:
                     return silent_seconds
         return None
@@ -271,7 +320,7 @@ class RankWatch:
 def _status(process: psutil.Process) -> str | None:
     try:
         return process.status()
-    except psutil.Error:
+    except REFUSALS:
         return None
 
 
@@ -302,13 +351,15 @@ def kill_for_good(processes: Iterable[psutil.Process]) -> list[int]:
         everyone.add(process)
         try:
             everyone.update(process.children(recursive=True))
-        except psutil.NoSuchProcess:
+        except REFUSALS:  # gone, or it cannot be looked at
             continue
     for process in everyone:
         _kill(process)
     deadline = time.monotonic() + KILL_WAIT_SECONDS
     while (alive := [process for process in everyone if is_alive(process)]) and time.monotonic() < deadline:
         time.sleep(0.02)
+        for process in alive:  # the first time may have been refused
+            _kill(process)
     return sorted(process.pid for process in alive)
 
 
@@ -317,5 +368,5 @@ def _kill(process: psutil.Process) -> None:
         if process.is_running() and os.getpgid(process.pid) == process.pid:  # each rank leads its own session
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-    except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+    except REFUSALS:
         pass

@@ -11,7 +11,7 @@ import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ import psutil
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.core.ownership import is_alive
+from fsdp_tune.core.files import read_end_of_log
 from fsdp_tune.core.processes import ends_with_parent, without_ignored
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import format_seconds
@@ -31,12 +31,13 @@ from fsdp_tune.launch.machines.launches import Machines
 from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.end_of_launch import LaunchObservation, judge
 from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text, with_launcher_state
+from fsdp_tune.launch.supervise.looks import REFUSALS, HeldDirectory, Looks
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import Continued, TrainStarted, read_event
 from fsdp_tune.run.launch_files import disk_refusal
 from fsdp_tune.run.metrics_file import Follower, append_event
-from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear
+from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear, record
 
 POLL_SECONDS = 0.2
 
@@ -64,6 +65,17 @@ HANG_MARGIN_SECONDS = 3.0
 
 ECHO_SECONDS = 0.5
 """Signals this close together count as one, such as a scheduler's signal to both the group and the process."""
+
+
+READING_METRICS = "reading metrics.jsonl"
+
+
+MOVED_SECONDS = 5.0
+"""A run directory that is renamed and back within this time was not gone."""
+
+
+LAST_READ_SECONDS = 5.0
+"""For the outcomes of ranks that have all ended, if they cannot be looked at."""
 
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -106,7 +118,11 @@ class Supervisor:
         self._plan = plan
         self._early = early
         self._machines = machines or Machines(plan.run)
-        self._run = plan.run
+        self._run = RunDir(plan.run.path.resolve())  # as the ranks do: a link on the way may lead elsewhere later
+        self._launcher_log = self._run.logs / plan.launcher_log.name
+        self._looks = Looks()
+        self._left_at: float | None = None
+        self._is_directory_gone = False
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
         self._signals: list[tuple[int, float]] = []
         self._launcher: subprocess.Popen[str] | None = None
@@ -129,42 +145,61 @@ class Supervisor:
 
         Must run in the main thread: Python runs signal handlers there, and the kernel kills the launcher with the thread that started it.
         """
+        self._run.logs.mkdir(parents=True, exist_ok=True)
+        with HeldDirectory(self._run.path) as place:
+            yield from self._events(place)
+
+    def _events(self, place: HeldDirectory) -> Generator[Event]:
         run = self._run
-        run.logs.mkdir(parents=True, exist_ok=True)
         is_first_machine = self._plan.machine_rank == 0
         clear(run, self._plan.ranks, with_verdict=is_first_machine)
         watch = RankWatch(run, self._plan.ranks, self._machines.launch_id)
         metrics = Follower(run.metrics_jsonl)
-        logs = [self._plan.launcher_log, *map(run.rank_log, self._plan.ranks)]
+        logs = [self._launcher_log, *map(run.rank_log, self._plan.ranks)]
         log_starts = {log: log.stat().st_size if log.exists() else 0 for log in logs}
         with self._listening():
             self._launcher = launcher = self._start()
             try:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
-                    self._copy_early_log(watch)
-                    yield from self._noticed_gaps()
-                    yield from self._pass_on_signals(watch)
-                    if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
-                        yield from self._logged(metrics)
-                    watch.poll(launcher.pid)
-                    yield from self._moved(watch)
-                    yield from self._noticed_refusal(watch)
-                    yield from self._end_if_needed(launcher, watch)
+                    yield from self._polled(launcher, watch, metrics, place)
             finally:
                 left = _kill_remaining(launcher, watch)
-        watch.read_all()
-        self._copy_early_log(watch)
-        yield from self._logged(metrics)
+        _read_outcomes(watch)
+        yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
+        yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
         if left:
             yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
         ended = judge(self._observe(watch, launcher.returncode, log_starts))
         ended = replace(ended, signal=next(iter(self.signals), None))
-        if not run.logs.is_dir():
+        is_left = False
+        with contextlib.suppress(OSError):
+            is_left = place.is_left() or not run.logs.is_dir()
+        if is_left or self._is_directory_gone:
             ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_directory_problem(run))
-        elif is_first_machine:
-            ended.write(run.outcome_json)
+        if is_first_machine and not is_left and (refusal := record(run, ended)) is not None:
+            yield Message(refusal)
         yield ended
+
+    def _polled(self, launcher: subprocess.Popen[str], watch: RankWatch, metrics: Follower, place: HeldDirectory) -> Iterator[Event]:
+        """Look at everything once. Every look of the loop at a file or a process is one of these: none that is refused hinders another."""
+        yield from self._looked("passing on signals", lambda: self._pass_on_signals(watch))
+        yield from self._looked("copying the launcher's log", lambda: self._copy_early_log(watch))
+        yield from self._looked("recording a suspension", self._noticed_gaps)
+        if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
+            yield from self._looked(READING_METRICS, lambda: self._logged(metrics))
+            yield from self._looked("looking for the run directory", lambda: self._noticed_move(place))
+        yield from self._looked("watching the ranks", lambda: watch.poll(launcher.pid))
+        self._looks.note("reading heartbeats and outcomes of ranks", watch.refusal, meanwhile=", no hang is detected until then")
+        yield from self._looked("following the first rank", lambda: self._moved(watch))
+        yield from self._noticed_refusal(watch)
+        yield from self._looked("judging the ranks", lambda: self._end_if_needed(launcher, watch))
+
+    def _looked(self, name: str, look: Callable[[], Iterable[Event] | None]) -> Iterator[Event]:
+        """Yield the events of a look, or once that it is refused."""
+        with self._looks.at(name):
+            yield from look() or ()
+        yield from map(Message, self._looks.news())
 
     @property
     def signals(self) -> list[int]:
@@ -192,7 +227,7 @@ class Supervisor:
     def _start(self) -> subprocess.Popen[str]:
         if self._early is not None and self._early.is_waiting:
             return self._early.open()
-        with DISK.open_private(self._plan.launcher_log, "ab") as log:
+        with DISK.open_private(self._launcher_log, "ab") as log:
             return subprocess.Popen(
                 ends_with_parent(list(self._plan.argv)),
                 env=self._plan.env | self._machines.environment(),
@@ -209,7 +244,7 @@ class Supervisor:
         if len(watch.beats) == len(self._plan.ranks):
             self._early.remove_files()
         if self._run.logs.is_dir():
-            self._early.copy_log(self._plan.launcher_log)
+            self._early.copy_log(self._launcher_log)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -243,6 +278,14 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     append_event(self._run, Continued(self._last_logged_step, gap.seconds, message))
 
+    def _noticed_move(self, place: HeldDirectory) -> Iterator[Event]:
+        """Stop the ranks once the path of the run has led elsewhere, or nowhere, for `MOVED_SECONDS`."""
+        self._left_at = (self._left_at or LIVED.now()) if place.is_left() else None
+        if self._left_at is not None and LIVED.now() - self._left_at >= MOVED_SECONDS and not self._is_directory_gone:
+            self._is_directory_gone = True
+            yield Message(f"{_directory_problem(self._run).message}; the ranks are stopped, and save at that path if it is a directory")
+            self._signals.append((signal.SIGTERM, time.monotonic()))
+
     def _noticed_refusal(self, watch: RankWatch) -> Iterator[Event]:
         was_refused, self._is_disk_refused = self._is_disk_refused, watch.disk_refusal is not None
         if self._is_disk_refused and not was_refused:
@@ -257,8 +300,8 @@ class Supervisor:
         (first, first_at), (last, last_at) = self._signals[0], self._signals[-1]
         self._forward()
         if not self._is_announced:
-            self._is_announced = True
             watch.read_all()
+            self._is_announced = True
             what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
             yield Message(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
         if not self._gave_up_saving and LIVED.at(last_at) - LIVED.at(first_at) > ECHO_SECONDS:
@@ -280,7 +323,7 @@ class Supervisor:
                 self._signals.append((signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, time.monotonic()))
         if silent_seconds is not None:
             yield Message("no progress: collecting the stacks of every rank")
-            self._stuck = self._report_hang(launcher, watch, silent_seconds)
+            yield from self._report_hang(launcher, watch, silent_seconds)
         if self._gave_up_saving or self._stuck is not None:
             _kill_remaining(launcher, watch)
             return
@@ -299,33 +342,36 @@ class Supervisor:
         if waits_for_none or ended_seconds > OTHER_MACHINES_SECONDS:
             launcher.kill()
 
-    def _report_hang(self, launcher: subprocess.Popen[str], watch: RankWatch, silent_seconds: float) -> Problem:
-        """Write RUN/logs/hang.txt: the stacks of all ranks of this machine and the locations of all others. Returns the problem."""
-        found, texts = watch.stacks()
-        mine = with_launcher_state(found, self._plan.ranks, psutil.Process(launcher.pid))
+    def _report_hang(self, launcher: subprocess.Popen[str], watch: RankWatch, silent_seconds: float) -> Iterator[Event]:
+        """Write RUN/logs/hang.txt: the stacks of all ranks of this machine and the locations of all others. Sets the problem."""
+        mine, texts = watch.stacks()
+        with contextlib.suppress(*REFUSALS):
+            mine = with_launcher_state(mine, self._plan.ranks, psutil.Process(launcher.pid))
         rank_states = self._machines.share(mine, silent_seconds)
         path = self._run.hang_report if self._plan.machine_rank == 0 else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
-        problem = hang_problem(rank_states, silent_seconds, path)
-        write_file(path, report_text(rank_states, texts, problem), private=True)
-        return problem
+        self._stuck = problem = hang_problem(rank_states, silent_seconds, path)
+        text = report_text(rank_states, texts, problem)
+        try:
+            write_file(path, text, private=True)
+        except OSError as error:
+            self._stuck = replace(problem, hint="the stacks of every rank are above; raise `launch.hang_timeout` to allow more time")
+            yield Message(f"{path} cannot be written ({error.strerror}). It would have:\n{text}")
 
     def _observe(self, watch: RankWatch, launcher_code: int, log_starts: Mapping[Path, int]) -> LaunchObservation:
         def written(log: Path) -> str:
-            try:
-                with open(log, "rb") as file:
-                    file.seek(log_starts[log])
-                    return file.read().decode("utf-8", "replace")
-            except FileNotFoundError:  # the run directory is gone, which is reported instead
-                return ""
+            is_of_early = log == self._launcher_log and self._early is not None and self._early.process is self._launcher
+            with contextlib.suppress(*REFUSALS):  # where the run directory is gone, that is reported instead
+                return self._early.end_of_log() if self._early is not None and is_of_early else read_end_of_log(log, log_starts[log])
+            return ""
 
-        launcher_text = written(self._plan.launcher_log)
+        launcher_text = written(self._launcher_log)
         return LaunchObservation(
             run=self._run,
             ranks=self._plan.ranks,
             launcher_code=launcher_code,
-            launcher_log=self._plan.launcher_log,
+            launcher_log=self._launcher_log,
             launcher_text=launcher_text,
-            outcomes=watch.outcomes,
+            outcomes=watch.known_ends(),
             deaths=watch.deaths,
             rank_texts={rank: written(self._run.rank_log(rank)) for rank in self._plan.ranks if rank not in watch.outcomes},
             signals=self.signals,
@@ -354,12 +400,22 @@ def _kill_remaining(launcher: subprocess.Popen[str], watch: RankWatch) -> list[i
     watch.expects_deaths = True
     processes = watch.alive
     if launcher.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(*REFUSALS):
             processes.append(psutil.Process(launcher.pid))
     left = kill_for_good(processes)
+    launcher.kill()  # a child, for which nothing is looked up; its ranks end with it
     if launcher.pid not in left:
         launcher.wait()
-    return [pid for pid in left if pid != launcher.pid or is_alive(psutil.Process(pid))]
+    return [pid for pid in left if pid != launcher.pid or launcher.poll() is None]
+
+
+def _read_outcomes(watch: RankWatch) -> None:
+    """Read the files of all ranks, which have ended, within `LAST_READ_SECONDS`."""
+    deadline = time.monotonic() + LAST_READ_SECONDS
+    watch.read_all()
+    while watch.lacks_outcomes and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        watch.read_all()
 
 
 # ---- The message, printed as soon as a signal is received, of where the run will stop.

@@ -162,7 +162,10 @@ class HeartbeatWriter:
 
         From then on this rank writes nothing to it.
         """
-        beat = None if self._is_superseded else read_heartbeat(self._run, self._rank)
+        beat = None
+        if not self._is_superseded:
+            with contextlib.suppress(OSError):  # a file server that does not answer for a while
+                beat = read_heartbeat(self._run, self._rank)
         if beat is not None and beat.launch != self._launch and beat.began_at > self.began_at:
             self._is_superseded = True
         return self._is_superseded
@@ -229,8 +232,10 @@ class HeartbeatWriter:
             try:
                 stage.write_text(json.dumps(beat.content()), encoding="utf-8")
                 stage.replace(self._path)
+                self._is_gone = False
             except (FileNotFoundError, NotADirectoryError):  # or a later launch has cleared the file of this one
-                self._is_gone = not self._path.parent.is_dir()
+                with contextlib.suppress(OSError):
+                    self._is_gone = not self._path.parent.is_dir()
             except OSError:  # a full disk: the write that matters, a checkpoint's or a metric's, reports it
                 return
 

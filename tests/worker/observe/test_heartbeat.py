@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -160,6 +162,36 @@ def test_deleted_run_directory_ends_the_rank(tmp_path: Path) -> None:
         beat.beat("saving", 2)
     assert caught.value.problems[0].code == "run-directory-gone"
     assert not run.path.exists(), "nothing is created in its place"
+
+
+def test_run_directory_that_is_back_was_not_gone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    beat = HeartbeatWriter(run, 0)
+    beat.beat("training", 1)
+    run.path.rename(tmp_path / "elsewhere")
+    beat._write()
+    (tmp_path / "elsewhere").rename(run.path)
+    beat._write()
+    beat.beat("training", 2)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ELOOP])
+def test_heartbeat_that_cannot_be_compared_is_written_on(
+    number: int, ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that refuses a read ended the thread, and the rank counted as silent."""
+    compared = list[int]()
+
+    def refuse(*_: object) -> None:
+        compared.append(number)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(heartbeats, "COMPARED_SECONDS", 0.0)
+    monkeypatch.setattr(heartbeats, "read_heartbeat", refuse)
+    until(lambda: len(compared) > 1)
+    ticking.beat("training", 7)
+    until(lambda: content(run)["step"] == 7)
 
 
 def test_batches_of_an_evaluation_are_counted_until_the_phase_ends(ticking: HeartbeatWriter, run: RunDir) -> None:
