@@ -21,7 +21,7 @@ from fsdp_tune.core.clocks import Gap
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.supervise import hang_diagnosis
+from fsdp_tune.launch.supervise import hang_diagnosis, signal_relay
 from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Position, Supervisor
@@ -150,6 +150,19 @@ def test_signal_reaches_the_ranks_while_the_reader_of_the_events_waits(plan_of: 
     ended, events = drive(plan, wait_for_outcomes)
     assert (ended.exit_code, ended.problem) == (ExitCode.PREEMPTED, None)
     assert sum(text.startswith("SIGTERM: ") for text in messages(events)) == 1
+
+
+def test_signal_reaches_the_ranks_of_a_stopped_launcher(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_relay, "PENDING_SECONDS", 0.1)
+
+    def stop_launcher(supervisor: Supervisor) -> None:
+        [launcher] = [child for child in psutil.Process().children() if "fake_agent.py" in " ".join(child.cmdline())]
+        launcher.suspend()
+        signal_listeners(signal.SIGTERM)(supervisor)
+
+    ended, events = drive(plan_of({"0": SAVES_ON_SIGNAL, "1": SAVES_ON_SIGNAL}), stop_launcher)
+    assert (ended.exit_code, ended.problem, ended.step) == (143, None, 7)
+    assert any("was stopped; it is continued" in text for text in messages(events))
 
 
 def test_suspension_of_the_command_is_a_message_and_an_event(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from fsdp_tune.launch.supervise.early_launch import EarlyLaunch
 from fsdp_tune.launch.supervise.end_of_launch import LaunchObservation, judge
 from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
+from fsdp_tune.launch.supervise.signal_relay import SignalRelay
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.events import Continued, TrainStarted, read_event
 from fsdp_tune.run.launch_files import disk_refusal
@@ -109,8 +110,8 @@ class Supervisor:
         self._run = plan.run
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
         self._signals: list[tuple[int, float]] = []
-        self._launcher: subprocess.Popen[str] | None = None
-        self._is_forwarded = self._is_announced = False
+        self._relay: SignalRelay | None = None
+        self._is_announced = False
         self._gaps = len(LIVED.gaps)
         self._gave_up_saving = False
         self._is_disk_refused = False
@@ -138,7 +139,8 @@ class Supervisor:
         logs = [self._plan.launcher_log, *map(run.rank_log, self._plan.ranks)]
         log_starts = {log: log.stat().st_size if log.exists() else 0 for log in logs}
         with self._listening():
-            self._launcher = launcher = self._start()
+            launcher = self._start()
+            self._relay = SignalRelay(launcher)
             try:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
@@ -227,10 +229,9 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _forward(self) -> None:
-        """Send the first signal to the launcher, whose agent passes it to the ranks. The handler calls it too: the loop may wait."""
-        if self._launcher is not None and self._signals and not self._is_forwarded:
-            self._is_forwarded = True
-            self._launcher.send_signal(self._signals[0][0])
+        """Send the first signal to the ranks. The handler calls it too: the loop may wait."""
+        if self._relay is not None and self._signals:
+            self._relay.send(self._signals[0][0])
 
     def _noticed_gaps(self) -> Iterator[Event]:
         """Record in the metrics for how long the whole job did not run."""
@@ -261,6 +262,8 @@ class Supervisor:
             watch.read_all()
             what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
             yield Message(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
+        if self._relay is not None and (text := self._relay.help(watch.alive)) is not None:
+            yield Message(text)
         if not self._gave_up_saving and LIVED.at(last_at) - LIVED.at(first_at) > ECHO_SECONDS:
             self._gave_up_saving = True
             yield Message(f"{signal.Signals(last).name}: stopping at once")
