@@ -113,7 +113,8 @@ class LogStream(io.TextIOWrapper):
     """Lines of a log. Those that the disk refuses are lost, or written once it takes them: none may end a training."""
 
     def __init__(self, descriptor: int, *, closefd: bool) -> None:
-        super().__init__(open(descriptor, "wb", closefd=closefd), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        file = io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=closefd))
+        super().__init__(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
     def write(self, text: str, /) -> int:
         with contextlib.suppress(OSError):
