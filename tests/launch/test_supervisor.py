@@ -106,12 +106,45 @@ def test_lines_are_passed_on_and_a_finished_run_is_exit_0(plan_of: PlanOf, run: 
 
 
 def test_every_stop_signal_is_recorded(plan_of: PlanOf) -> None:
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGPWR, signal.SIGIO]
     supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
     with supervisor._listening():
         for number in numbers:
             os.kill(os.getpid(), number)
     assert supervisor.signals == numbers
+
+
+def test_used_up_cpu_time_is_one_request(plan_of: PlanOf) -> None:
+    """The kernel repeats SIGXCPU each second, which is no second request."""
+    for first in (signal.SIGXCPU, signal.SIGTERM):
+        supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
+        with supervisor._listening():
+            for number in (first, signal.SIGXCPU, signal.SIGXCPU):
+                os.kill(os.getpid(), number)
+        assert supervisor.signals == [first]
+
+
+def test_alarm_that_nobody_handles_is_a_stop_signal(plan_of: PlanOf) -> None:
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
+        with supervisor._listening():
+            os.kill(os.getpid(), signal.SIGALRM)
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        with supervisor._listening():
+            os.kill(os.getpid(), signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert supervisor.signals == [signal.SIGALRM]
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGUSR2, "SIGUSR2"), (signal.SIGXCPU, "SIGXCPU (the limit of CPU time, `ulimit -t`)")]
+)
+def test_signal_that_means_another_thing_to_a_rank_reaches_it_as_sigterm(plan_of: PlanOf, number: int, name: str) -> None:
+    ended, events = drive(plan_of({"0": SAVES_ON_SIGNAL}), signal_listeners(number))
+    assert (ended.exit_code, ended.problem, ended.step, ended.signal) == (143, None, 7, number)
+    assert any(text.startswith(f"{name}: ") and "saving a checkpoint" in text for text in messages(events))
 
 
 def test_handler_does_not_wait_for_the_clock(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:

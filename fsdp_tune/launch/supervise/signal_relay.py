@@ -40,17 +40,21 @@ class SignalRelay:
         saving, so a launcher that was passed over is stopped for good.
         """
         number, now = self._number, LIVED.now()
-        if number is None or self._is_past_launcher or not is_pending(self._launcher.pid, number):
+        if number is None or self._is_past_launcher:
+            return None
+        is_left, is_stopped = is_pending(self._launcher.pid, number), _is_stopped(self._launcher.pid)
+        if not is_left and not is_stopped:
             self._waits_since = None
             return None
         self._waits_since = now if self._waits_since is None else self._waits_since
-        waited_seconds, name = now - self._waits_since, signal.Signals(number).name
-        if waited_seconds < PENDING_SECONDS:
+        if now - self._waits_since < PENDING_SECONDS:
             return None
-        if not self._is_continued and _is_stopped(self._launcher.pid):
+        name, was_continued = signal.Signals(number).name, self._is_continued
+        if is_stopped and not (was_continued and is_left):  # it may have taken the signal, and been stopped before it passed it on
             self._is_continued, self._waits_since = True, now
             self._launcher.send_signal(signal.SIGCONT)
-            return f"the launcher (pid {self._launcher.pid}) was stopped; it is continued, to pass {name} on to the ranks"
+            text = f"the launcher (pid {self._launcher.pid}) was stopped; it is continued, to pass {name} on to the ranks"
+            return None if was_continued else text
         self._is_past_launcher = True
         self._launcher.send_signal(signal.SIGSTOP)
         for rank in ranks:

@@ -23,7 +23,7 @@ from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.ownership import is_alive
-from fsdp_tune.core.processes import ends_with_parent, without_ignored
+from fsdp_tune.core.processes import STOP_SIGNALS, ends_with_parent, without_ignored
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -68,6 +68,11 @@ ECHO_SECONDS = 0.5
 
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Of the stop signals, those that reach the ranks as they are. To a rank SIGUSR2 is a request for stacks; SIGTERM stands for the others."""
+
+
+UNUSED = (signal.SIGALRM, signal.SIGIO)
+"""Signals that end a command which does not use them, such as an alarm that its caller has set. Here they stop it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +223,15 @@ class Supervisor:
         """Record signals instead of dying of them. SIGKILL cannot be caught; `core.processes` covers it."""
 
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
+            if number == signal.SIGXCPU:  # the kernel repeats it each second
+                signal.signal(number, signal.SIG_IGN)
+                if self._signals:  # no second request
+                    return
             self._signals.append((number, time.monotonic()))  # the clock has a lock, which this thread may hold
             self._forward()
 
-        before = {number: signal.signal(number, note) for number in without_ignored(FORWARDED)}
+        unused = [number for number in UNUSED if signal.getsignal(number) is signal.SIG_DFL]
+        before = {number: signal.signal(number, note) for number in [*without_ignored(STOP_SIGNALS), *unused]}
         try:
             yield
         finally:
@@ -231,7 +241,8 @@ class Supervisor:
     def _forward(self) -> None:
         """Send the first signal to the ranks. The handler calls it too: the loop may wait."""
         if self._relay is not None and self._signals:
-            self._relay.send(self._signals[0][0])
+            first, _ = self._signals[0]
+            self._relay.send(first if first in FORWARDED else signal.SIGTERM)
 
     def _noticed_gaps(self) -> Iterator[Event]:
         """Record in the metrics for how long the whole job did not run."""
@@ -261,7 +272,8 @@ class Supervisor:
             self._is_announced = True
             watch.read_all()
             what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
-            yield Message(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
+            limit = " (the limit of CPU time, `ulimit -t`)" if first == signal.SIGXCPU else ""
+            yield Message(f"{signal.Signals(first).name}{limit}: {what}; a second signal stops at once, without saving")
         if self._relay is not None and (text := self._relay.help(watch.alive)) is not None:
             yield Message(text)
         if not self._gave_up_saving and LIVED.at(last_at) - LIVED.at(first_at) > ECHO_SECONDS:
