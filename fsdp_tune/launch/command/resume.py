@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.files import read_regular, working_directory
 from fsdp_tune.core.ownership import is_rank_of
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.effects import OnResume
@@ -374,7 +374,8 @@ def _serving(model: Path, recipe: Recipe | None) -> str:
 
 
 def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    here = working_directory()
+    return str(path.relative_to(here)) if here is not None and path.is_relative_to(here) else str(path)
 
 
 def _longer(run: RunDir, recipe: Recipe) -> str:
