@@ -198,6 +198,12 @@ def test_signal_reaches_the_ranks_of_a_stopped_launcher(plan_of: PlanOf, monkeyp
     assert any("was stopped; it is continued" in text for text in messages(events))
 
 
+def test_line_of_metrics_that_someone_changed_does_not_end_the_command(plan_of: PlanOf) -> None:
+    saves: list[list[object]] = [["beat", "training", 7], ["listen"], ["log", {"step": 7, "step_seconds": "slow"}], ["wait-for-signal"]]
+    ended, _ = drive(plan_of({"0": saves}), signal_listeners(signal.SIGTERM))
+    assert (ended.exit_code, ended.problem) == (143, None)
+
+
 def test_suspension_of_the_command_is_a_message_and_an_event(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise.LIVED, "gaps", [*supervise.LIVED.gaps])
 

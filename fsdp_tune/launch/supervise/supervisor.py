@@ -34,7 +34,7 @@ from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text,
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
 from fsdp_tune.launch.supervise.signal_relay import SignalRelay
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import Continued, TrainStarted, read_event
+from fsdp_tune.run.events import Continued, TrainStarted, number, read_event
 from fsdp_tune.run.launch_files import disk_refusal
 from fsdp_tune.run.metrics_file import Follower, append_event
 from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear
@@ -271,7 +271,7 @@ class Supervisor:
         if not self._is_announced:
             self._is_announced = True
             watch.read_all()
-            what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
+            what = stop_line(list(watch.beats.values()), self._total_steps, number(self._step_seconds))
             limit = " (the limit of CPU time, `ulimit -t`)" if first == signal.SIGXCPU else ""
             yield Message(f"{signal.Signals(first).name}{limit}: {what}; a second signal stops at once, without saving")
         if self._relay is not None and (text := self._relay.help(watch.alive)) is not None:
