@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -294,6 +295,16 @@ def latest_checkpoint(
             return verdict, rejected
         rejected.append(verdict)
     return None, rejected
+
+
+def lost_recipe(run: RunDir) -> tuple[str, str] | None:
+    """Return a sentence about a directory that has checkpoints of a run and no recipe.json, without which it is none, and the ways out."""
+    newest = None if run.is_used else latest_checkpoint(run, elsewhere=None)[0]
+    if newest is None:
+        return None
+    copy = f"put {run.recipe_json.name} back from a copy of the run"
+    again = f"train on from the newest with another `output_dir`: `--resume {shlex.quote(str(newest.path))} --set output_dir=…`"
+    return f"{run.path} has checkpoints of a run, and its {run.recipe_json.name} is missing", f"{copy}, or {again}"
 
 
 def lacks_weights(run: RunDir, checkpoint: Checkpoint, *, best: bool) -> bool:

@@ -40,6 +40,18 @@ from tests.launch.recipes import BASE, resolved
 from tests.launch.written_runs import checkpoint, files_of, finish, used, write_heartbeat
 
 
+@pytest.mark.parametrize("resume", ["auto", None])
+def test_run_that_has_lost_its_recipe_is_told_from_a_directory_of_others(fresh: RunDir, resume: str | None) -> None:
+    fresh.path.mkdir(parents=True)
+    for step in (3, 6):
+        checkpoint(fresh, step)
+    with pytest.raises(FsdpTuneError) as caught:
+        decide_start(fresh, resolved(fresh.path.parent), resume, overwrite=False)
+    (problem,) = caught.value.problems
+    assert problem.message == f"{fresh.path} has checkpoints of a run, and its recipe.json is missing"
+    assert f"`--resume {fresh.checkpoint(6)} --set output_dir=…`" in (problem.hint or "")
+
+
 def test_next_commands_are_known_where_the_working_directory_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = RunDir(tmp_path / "run")

@@ -35,6 +35,7 @@ from fsdp_tune.run.directory import (
     lacks_weights,
     latest_checkpoint,
     locked,
+    lost_recipe,
     missing_files,
     name_aside,
     refuse_when_held,
@@ -213,9 +214,9 @@ def _refuse_foreign(run: RunDir) -> None:
         return
     if foreign := occupants(run.path, ignored=("lost+found", run.lock.name)):  # a mount point is locked before it is filled
         shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
-        raise usage_error(
-            "directory-not-empty", f"{run.path} is not a run of this tool and not empty ({shown})", hint="name another `output_dir`"
-        )
+        other = f"{run.path} is not a run of this tool and not empty ({shown})", "name another `output_dir`"
+        what, hint = lost_recipe(run) or other
+        raise usage_error("directory-not-empty", what, hint=hint)
 
 
 def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | None, elsewhere: Sequence[Held] | None) -> Start:
