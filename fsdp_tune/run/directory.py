@@ -297,14 +297,18 @@ def latest_checkpoint(
     return None, rejected
 
 
-def lost_recipe(run: RunDir) -> tuple[str, str] | None:
-    """Return a sentence about a directory that has checkpoints of a run and no recipe.json, without which it is none, and the ways out."""
+def refuse_lost_recipe(run: RunDir) -> None:
+    """Raises: usage error for a directory that has checkpoints of a run and no recipe.json, without which it is none."""
     newest = None if run.is_used else latest_checkpoint(run, elsewhere=None)[0]
-    if newest is None:
-        return None
-    copy = f"put {run.recipe_json.name} back from a copy of the run"
-    again = f"train on from the newest with another `output_dir`: `--resume {shlex.quote(str(newest.path))} --set output_dir=…`"
-    return f"{run.path} has checkpoints of a run, and its {run.recipe_json.name} is missing", f"{copy}, or {again}"
+    if newest is not None:
+        raise usage_error(
+            "recipe-missing",
+            f"{run.path} has checkpoints of a run, and its recipe.json is missing",
+            ways_out=(
+                "put recipe.json back from a copy of the run",
+                f"--resume {shlex.quote(str(newest.path))} --set output_dir=… trains on from the newest in another directory",
+            ),
+        )
 
 
 def lacks_weights(run: RunDir, checkpoint: Checkpoint, *, best: bool) -> bool:

@@ -49,7 +49,7 @@ def test_run_that_has_lost_its_recipe_is_told_from_a_directory_of_others(fresh: 
         decide_start(fresh, resolved(fresh.path.parent), resume, overwrite=False)
     (problem,) = caught.value.problems
     assert problem.message == f"{fresh.path} has checkpoints of a run, and its recipe.json is missing"
-    assert f"`--resume {fresh.checkpoint(6)} --set output_dir=…`" in (problem.hint or "")
+    assert problem.ways_out[1].startswith(f"--resume {fresh.checkpoint(6)} --set output_dir=… ")
 
 
 def test_next_commands_are_known_where_the_working_directory_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,9 @@ from fsdp_tune.run.directory import (
     lacks_weights,
     latest_checkpoint,
     locked,
-    lost_recipe,
     missing_files,
     name_aside,
+    refuse_lost_recipe,
     refuse_when_held,
 )
 from fsdp_tune.run.event_parts import ChangedKey
@@ -213,10 +213,10 @@ def _refuse_foreign(run: RunDir) -> None:
     if run.is_used:
         return
     if foreign := occupants(run.path, ignored=("lost+found", run.lock.name)):  # a mount point is locked before it is filled
+        refuse_lost_recipe(run)
         shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
-        other = f"{run.path} is not a run of this tool and not empty ({shown})", "name another `output_dir`"
-        what, hint = lost_recipe(run) or other
-        raise usage_error("directory-not-empty", what, hint=hint)
+        what = f"{run.path} is not a run of this tool and not empty ({shown})"
+        raise usage_error("directory-not-empty", what, hint="name another `output_dir`")
 
 
 def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | None, elsewhere: Sequence[Held] | None) -> Start:

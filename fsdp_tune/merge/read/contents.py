@@ -19,7 +19,7 @@ from fsdp_tune.merge.read.hf_shards import read_hf_shards
 from fsdp_tune.merge.read.reader import ArchiveExtent, Chunk, SourceFiles, SourceTensor, is_peft, model_names, optimizer_state
 from fsdp_tune.merge.read.safetensors_files import read_safetensors
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
-from fsdp_tune.run.directory import RunDir, checkpoint_step, lost_recipe
+from fsdp_tune.run.directory import RunDir, checkpoint_step, refuse_lost_recipe
 
 _SHOWN = 5
 
@@ -188,10 +188,8 @@ def weights_below(source: Path) -> Path:
         return source
     found = [folder for folder in _folders(source, _DEPTH) if _holds_weights(folder)]
     if len(found) > 1:
+        refuse_lost_recipe(RunDir(source))
         found.sort(key=_step)
-        if (lost := lost_recipe(RunDir(source))) is not None:
-            merges = f"merge one of its checkpoints: `{found[-1]}`"
-            raise usage_error("merge-several-weights", lost[0], where=Where(str(source)), hint=f"{lost[1]}; or {merges}")
         raise usage_error(
             "merge-several-weights",
             f"{len(found)} folders hold weights: {', '.join(str(folder.relative_to(source)) for folder in found[:_SHOWN])}",
