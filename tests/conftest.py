@@ -33,7 +33,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # a c
 # Nor by constants of the modules that a process happens to have imported, for which each process parses all of the package.
 providers.is_local_module_file = lambda _path: False
 
-for _number in (signal.SIGINT, signal.SIGHUP):  # `nohup pytest`, `pytest &` in a script: what is ignored here stays so in the commands
+for _number in (
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+):  # `nohup pytest`, `pytest &` in a script: what is ignored here stays so in the commands
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 

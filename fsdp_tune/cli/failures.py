@@ -21,7 +21,7 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
     errno.EFBIG: "raise the limit of the size of files (`ulimit -f`), or use a file system that takes larger ones",
     errno.ELOOP: "the link leads to itself; name the file or directory that is meant",
-    errno.ENAMETOOLONG: "this text was taken for the name of a file; write a shorter one",
+    errno.ENAMETOOLONG: "no file or directory can have so long a name; write a shorter one",
 }
 
 
@@ -40,14 +40,14 @@ def _refusal(error: BaseException) -> Problem | None:
     return find_refusal("".join(traceback.format_exception(error)))
 
 
-def _file_system_problem(error: OSError, log: str) -> Problem:
+def _file_system_problem(error: OSError, log: str | None) -> Problem:
     if isinstance(error, FileNotFoundError) and error.filename is None and error.__cause__ is None:  # what os.getcwd raises
         return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
     what = error.strerror or type(error).__name__
     given = [str(name) for name in (error.filename, error.filename2) if name is not None]
     names = " → ".join(map(shown, given) if error.errno == errno.ENAMETOOLONG else given)
     remedy = _REMEDIES.get(error.errno or 0)
-    hint = f"{remedy}; the traceback is in {log}" if remedy else f"the traceback is in {log}"
+    hint = "; ".join(filter(None, (remedy, f"the traceback is in {log}" if log else None)))
     return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)
 
 
@@ -58,7 +58,10 @@ def problem_of(error: BaseException, directory: Path | None) -> Problem:
     """
     if (known := limit_problem(error) or _refusal(error)) is not None:
         return known
-    found, log = as_os_error(error), _log_traceback(directory)
+    found = as_os_error(error)
+    if isinstance(found, OSError) and found.errno in _MISTYPED:
+        return _file_system_problem(found, None)
+    log = _log_traceback(directory)
     if isinstance(found, OSError):
         return _file_system_problem(found, log)
     return Problem(

@@ -463,16 +463,16 @@ def _closed(name: str, error: OSError) -> str:
 
 def write_text(stream: TextIO, text: str, *, is_result: bool = False) -> None:
     """Write at once. A closed pipe or terminal is ignored from then on. After any other failure, such as a full disk, the stream is closed
-    with a warning: a command must not fail for its lines. Raises: OSError if the text is what the command is run for.
+    with a warning: a command must not fail for its lines. Raises: OSError, if the text is what the command is run for.
     """
     try:
         encoding = stream.encoding or "utf-8"  # rich's stand-in for a stream under a live bar has none
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
+        with open(os.devnull, "w") as nowhere:  # for what the stream still holds, too
+            os.dup2(nowhere.fileno(), stream.fileno())
         if error.errno not in GONE and is_result:
             raise
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
         if error.errno not in GONE and stream is sys.stdout:
             write_text(sys.stderr, _closed("stdout", error) + "\n")

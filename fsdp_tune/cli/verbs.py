@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 
 from fsdp_tune.cli.failures import exit_code_of, problem_of
-from fsdp_tune.cli.terminal import Terminal, printable
+from fsdp_tune.cli.terminal import Terminal, printable, write_text
 from fsdp_tune.core.command import Argument, Bar, Only, Option
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, usage_error
 from fsdp_tune.core.limits import is_panic
@@ -297,21 +297,32 @@ def command(json_output: bool) -> Iterator[Screen]:
             refuse_odd_booleans(os.environ)
             yield screen
     except typer.Exit:
-        screen.close()
+        _close(screen)
         raise
     except FsdpTuneError as error:
-        screen.close(error.problems)
+        _close(screen, error.problems)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        screen.close([Problem("interrupted", "interrupted")])
+        _close(screen, [Problem("interrupted", "interrupted")])
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        screen.close([problem_of(error, screen.log_directory)])
+        _close(screen, [problem_of(error, screen.log_directory)])
         raise typer.Exit(exit_code_of(error)) from None
     else:
-        screen.close()
+        if not _close(screen):
+            raise typer.Exit(ExitCode.FAILED)
+
+
+def _close(screen: Screen, problems: Sequence[Problem] = ()) -> bool:
+    """End a command. Returns whether its document, if it has one, could be written: a full disk behind `> file` refuses it."""
+    try:
+        screen.close(problems)
+    except OSError as error:
+        write_text(sys.stderr, f"error: stdout cannot be written ({error.strerror})\n")
+        return False
+    return True
 
 
 def _refuse_bytes_that_are_no_text() -> None:

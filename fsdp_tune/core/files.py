@@ -49,6 +49,14 @@ class UnsuitableFileError(FsdpTuneError, OSError):
         return f"{self.filename}: {self.strerror}"
 
 
+def working_directory() -> Path | None:
+    """Return the working directory; None if it has been removed."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
 def open_descriptor(path: Path) -> int:
     """Return a descriptor of a regular file for reading. Raises: UnsuitableFileError, OSError."""
     _require_regular(path, path.stat().st_mode)  # some devices act when they are opened

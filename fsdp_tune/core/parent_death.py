@@ -63,5 +63,9 @@ def ends_with_parent(command: list[str], python: str = sys.executable) -> list[s
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    # A scheduler may send these to every process of the job; the command, which gets them too, ends its children. Ranks have handlers.
+    for name in ("SIGUSR2", "SIGXCPU", "SIGPWR"):
+        if hasattr(signal, name):
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.execv(sys.argv[2], sys.argv[2:])

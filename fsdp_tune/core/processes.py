@@ -265,10 +265,17 @@ def reset_inherited() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-# ---- Stop signals that the caller of a command made it ignore.
+# ---- Stop signals, and those that the caller of a command made it ignore.
 
-# `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT for a command in the background.
-_IGNORED_BY_CALLERS = (signal.SIGHUP, signal.SIGINT)
+STOP_SIGNALS = tuple(
+    signal.Signals[name]
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU", "SIGPWR")
+    if hasattr(signal, name)
+)
+"""Signals that ask a command to end: of people, schedulers (Grid Engine: SIGUSR2), limits of CPU time (SIGXCPU), power supplies."""
+
+# `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for a command in the background.
+_IGNORED_BY_CALLERS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
 
 def without_ignored(numbers: Iterable[int]) -> list[signal.Signals]:
@@ -289,16 +296,19 @@ class StoppedBySignal(FsdpTuneError):
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """Raise StoppedBySignal on a scheduler's signal. The supervisor of ranks has its own handlers.
+    """Raise StoppedBySignal on a stop signal other than Ctrl-C. The supervisor of ranks has its own handlers.
 
     Does nothing outside the main thread, where Python runs no signal handlers.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  signature of a signal handler
+        if number == signal.SIGXCPU:  # the kernel repeats it each second
+            signal.signal(number, signal.SIG_IGN)
         raise StoppedBySignal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, stop) for number in without_ignored((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)) if is_main}
+    numbers = [number for number in without_ignored(STOP_SIGNALS) if is_main and number != signal.SIGINT]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

@@ -75,7 +75,7 @@ def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obser
     """Train a recipe to its end on this machine's ranks, restarts included, and merge the result.
 
     Call it from the main thread, and in a script below `if __name__ == "__main__":`, since tokenising spawns processes. While ranks run,
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handled here: the first has the ranks save a checkpoint and stop, which returns a result with
+    SIGINT, SIGTERM and other stop signals are handled here: the first has the ranks save a checkpoint and stop, which returns a result with
     `exit_reason` INTERRUPTED or PREEMPTED; a second stops at once. No process of the run outlives the call, nor this process.
     Raises: FsdpTuneError with the exit code of the command line: 1 failed, 2 recipe or usage, 3 out of device memory, 4 non-finite,
     5 hang or lost rank.

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -294,6 +295,20 @@ def latest_checkpoint(
             return verdict, rejected
         rejected.append(verdict)
     return None, rejected
+
+
+def refuse_lost_recipe(run: RunDir) -> None:
+    """Raises: usage error for a directory that has checkpoints of a run and no recipe.json, without which it is none."""
+    newest = None if run.is_used else latest_checkpoint(run, elsewhere=None)[0]
+    if newest is not None:
+        raise usage_error(
+            "recipe-missing",
+            f"{run.path} has checkpoints of a run, and its recipe.json is missing",
+            ways_out=(
+                "put recipe.json back from a copy of the run",
+                f"--resume {shlex.quote(str(newest.path))} --set output_dir=… trains on from the newest in another directory",
+            ),
+        )
 
 
 def lacks_weights(run: RunDir, checkpoint: Checkpoint, *, best: bool) -> bool:

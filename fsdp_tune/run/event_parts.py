@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +12,7 @@ from pydantic import AliasChoices, Field
 from fsdp_tune.core.command import JsonAnswer
 
 SAMPLE_CHARACTERS = 60
+SHOWN_SPIKE_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +72,15 @@ class ChangedKey(JsonAnswer):
     new: object
     class_: Annotated[str, Field(validation_alias=AliasChoices("class", "class_"))]
     """What the change does to the training."""
+
+
+def shown_rows(rows: Sequence[SpikeRow], total: int) -> str:
+    """Return the rows of the micro-batch with the highest loss in one line."""
+    first = rows[0]
+    place = (first.step, first.rank, first.micro_batch)
+    worst = [row for row in rows if (row.step, row.rank, row.micro_batch) == place]
+    shown = ", ".join(f"{row.file}:{row.row} ({row.tokens:,} tokens)" for row in worst[:SHOWN_SPIKE_ROWS])
+    hidden = len(worst) - SHOWN_SPIKE_ROWS
+    more = f" and {hidden:,} more row{'' if hidden == 1 else 's'}" if hidden > 0 else ""
+    loss = f" with loss {first.loss:.4f}" if first.loss is not None else ""
+    return f"highest of {total:,} rows: step {first.step}, rank {first.rank}, micro-batch {first.micro_batch}{loss}: {shown}{more}"

@@ -15,7 +15,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, SpikeRow, shown_scores
+from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, SpikeRow, shown_rows, shown_scores
 
 EventLevel = Literal["routine", "news", "warning", "alarm"]
 """`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal prints on stderr."""
@@ -23,7 +23,6 @@ EventLevel = Literal["routine", "news", "warning", "alarm"]
 SHOWN_PHASE_SECONDS = 0.1
 NAMED_ROWS = 200
 """Rows that the event of a spike names at most."""
-SHOWN_SPIKE_ROWS = 3
 
 
 def describe(name: str, step: int | None, details: Mapping[str, JsonValue]) -> list[str]:
@@ -166,17 +165,7 @@ class SpikeEvent(MetricsEvent):
 
     def worst_rows(self) -> str | None:
         """Return the rows of the micro-batch with the highest loss in one line; None if it names none."""
-        if not self.rows:
-            return None
-        first = self.rows[0]
-        place = (first.step, first.rank, first.micro_batch)
-        worst = [row for row in self.rows if (row.step, row.rank, row.micro_batch) == place]
-        shown = ", ".join(f"{row.file}:{row.row} ({row.tokens:,} tokens)" for row in worst[:SHOWN_SPIKE_ROWS])
-        hidden = len(worst) - SHOWN_SPIKE_ROWS
-        more = f" and {hidden:,} more row{'' if hidden == 1 else 's'}" if hidden > 0 else ""
-        loss = f" with loss {first.loss:.4f}" if first.loss is not None else ""
-        total = len(self.rows) if self.rows_total is None else self.rows_total
-        return f"highest of {total:,} rows: step {first.step}, rank {first.rank}, micro-batch {first.micro_batch}{loss}: {shown}{more}"
+        return shown_rows(self.rows, len(self.rows) if self.rows_total is None else self.rows_total) if self.rows else None
 
 
 # ---- The events
@@ -323,6 +312,11 @@ class MirrorFailed(MessageEvent):
 @event("rotation_failed", "warning")
 class RotationFailed(MessageEvent):
     """Old checkpoints could not be removed."""
+
+
+@event("files_moved", "warning")
+class FilesMoved(MessageEvent):
+    """What had the name of this checkpoint, and was none, was renamed."""
 
 
 @event("compiled", "routine")

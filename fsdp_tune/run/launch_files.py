@@ -6,13 +6,12 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.command import ProfiledSteps
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.files import read_regular, working_directory
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import Document
 
@@ -76,7 +75,7 @@ def train_command(run: RunDir, *options: str) -> str:
     end = record.command.index("--") if "--" in record.command else len(record.command)
     replaced = {name for name, _ in _split(options)} | {"--overwrite", "--no-start", "--skip-rows"}  # the run has its rows
     kept = [word for name, words in _split(record.command[:end]) if name not in replaced for word in words]
-    change = "" if record.cwd in (None, str(Path.cwd())) else f"cd {shlex.quote(record.cwd)} && "
+    change = "" if record.cwd in (None, str(working_directory())) else f"cd {shlex.quote(record.cwd)} && "
     return change + shlex.join(["fsdp-tune", *kept, *options, *record.command[end:]])
 
 

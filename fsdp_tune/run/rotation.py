@@ -1,13 +1,15 @@
-"""Remove checkpoints: those beyond `training.save_total_limit`, and what an interrupted save has left."""
+"""Remove checkpoints: those beyond `training.save_total_limit`, and what an interrupted save has left. Files of others stay."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK, STAGE_MARK
-from fsdp_tune.run.directory import RunDir, complete_checkpoints
+from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, complete_checkpoints
+from fsdp_tune.run.manifest import read_manifest
 
 
 def rotate(run: RunDir, keep: int | None, *, protected: set[int], counted: set[int] | None = None) -> list[Path]:
@@ -44,3 +46,28 @@ def remove_leftovers(run: RunDir) -> list[Path]:
         shutil.rmtree(path, ignore_errors=True)
         gone.append(path)
     return gone
+
+
+def make_way(final: Path) -> str | None:
+    """Rename what has the name of a checkpoint that is about to be published, and is none. Returns a sentence about it.
+
+    A file, a link, or a directory with files and without a manifest of a checkpoint is of someone else. A damaged manifest is ours.
+    """
+    if not os.path.lexists(final) or _is_ours(final):
+        return None
+    names = (f"other-{final.name}{suffix}" for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))))
+    free = next(path for name in names if not os.path.lexists(path := final.with_name(name)))
+    DISK.rename(final, free)
+    DISK.fsync_dir(final.parent)
+    return f"{final.name} was there and is no checkpoint of this run; it is now {free.name}"
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a directory is a checkpoint, also a damaged one, or has no file that anyone could miss."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    try:
+        manifest = read_manifest(path)
+    except (OSError, ValueError):
+        return True
+    return manifest.kind == CHECKPOINT_KIND if manifest is not None else next(path.iterdir(), None) is None

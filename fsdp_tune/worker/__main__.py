@@ -65,8 +65,7 @@ def main(arguments: list[str]) -> int:
     outcome = run_rank(run, recipe, rank, say, started, waited)
     if outcome.problem is not None and not run.rank_outcome(rank.index).is_file():
         # The disk refused the outcome. The launcher's log is open already and may still accept the message.
-        with contextlib.suppress(OSError):
-            screen.write(f"error: rank {rank.index}: {outcome.problem.message}\n")
+        screen.write(f"error: rank {rank.index}: {outcome.problem.message}\n")
     return int(outcome.exit_code)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import resource
 import sys
@@ -107,11 +109,28 @@ def flight_recorder_variables(run: RunDir) -> dict[str, str]:
     }
 
 
+class LogStream(io.TextIOWrapper):
+    """Lines of a log. Those that the disk refuses are lost, or written once it takes them: none may end a training."""
+
+    def __init__(self, descriptor: int, *, closefd: bool) -> None:
+        file = io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=closefd))
+        super().__init__(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+    def write(self, text: str, /) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 def redirect_output(run: RunDir, rank: int) -> IO[str]:
     """Redirect stdout and stderr of this process, C++ included, to its log. Returns the launcher's stdout."""
     run.logs.mkdir(parents=True, exist_ok=True)
     log = _open_log(run.rank_log(rank))
-    screen = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    screen = LogStream(os.dup(1), closefd=True)
     _write_to(log)
     return screen
 
@@ -131,6 +150,7 @@ def _write_to(log: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    sys.stdout, sys.stderr = (LogStream(number, closefd=False) for number in (1, 2))
 
 
 def raise_open_file_limit(wanted: int) -> None:

@@ -35,7 +35,7 @@ from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.checkpoint_scores import kept_for_scores
 from fsdp_tune.run.directory import TRAINER_STATE, Checkpoint, RunDir, checkpoint_to_start_from, run_of
-from fsdp_tune.run.events import CheckpointFailed, CheckpointSaved, RotationFailed, TrackerFailed, TrainFinished
+from fsdp_tune.run.events import CheckpointFailed, CheckpointSaved, FilesMoved, RotationFailed, TrackerFailed, TrainFinished
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.rotation import remove_leftovers
@@ -266,6 +266,9 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
             trainer.parts.metrics.event(
                 CheckpointSaved(saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes)
             )
+            if saved.moved is not None:
+                trainer.parts.metrics.event(FilesMoved(saved.step, saved.moved))
+                say(f"WARNING: {saved.moved}")
             if saved.left is not None:
                 trainer.parts.metrics.event(RotationFailed(saved.step, saved.left))
                 say(f"WARNING: old checkpoints were not removed: {saved.left}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import time
 from types import FrameType
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason
-from fsdp_tune.core.processes import without_ignored
+from fsdp_tune.core.processes import STOP_SIGNALS, without_ignored
 
 # Ordered: if ranks differ, the largest code wins.
 STOP_REASONS: dict[int, ExitReason] = {
@@ -24,7 +25,8 @@ SAVE_AND_FAIL = 4
 """What only this rank can no longer do (write metrics.jsonl) ends the run, once all have saved."""
 
 
-_REQUEST_OF_SIGNAL = {signal.SIGTERM: 2, signal.SIGUSR1: 2, signal.SIGHUP: 2, signal.SIGINT: 3}
+# SIGUSR2 is a request for stacks (`worker.__main__`).
+_REQUEST_OF_SIGNAL = {number: 3 if number == signal.SIGINT else 2 for number in STOP_SIGNALS if number != signal.SIGUSR2}
 
 
 # One Ctrl-C reaches a rank several times: from the terminal, from the launcher, from its agent.
@@ -91,13 +93,18 @@ class StopRequest:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._first is not None and now - self._first > ECHO_SECONDS:
+        if number == signal.SIGXCPU:  # the kernel repeats it each second; no one asks for a second time
+            signal.signal(number, signal.SIG_IGN)
+            with contextlib.suppress(OSError):
+                os.write(2, b"SIGXCPU: the CPU time of `ulimit -t` is used up; saving and stopping\n")
+        elif self._first is not None and now - self._first > ECHO_SECONDS:
             # A second signal: stop without saving. Older checkpoints are kept.
             os._exit(EXIT_CODE_OF_REASON[STOP_REASONS[_REQUEST_OF_SIGNAL[signal.Signals(number)]]])
         if self._first is None and not self.training:
             self._first = now
             raise StoppedEarly(STOP_REASONS[_REQUEST_OF_SIGNAL[signal.Signals(number)]])
-        self._first = self._first or now
+        if number != signal.SIGXCPU:
+            self._first = self._first or now
         self._signal = max(self._signal, _REQUEST_OF_SIGNAL[signal.Signals(number)])
 
     def code(self) -> int:

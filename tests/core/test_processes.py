@@ -192,6 +192,21 @@ def test_command_does_not_inherit_what_its_caller_did_to_signals(tmp_path: Path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 True ['a b'] 0\n", "")
 
 
+def test_child_survives_what_a_scheduler_sends_to_the_whole_job() -> None:
+    """The launcher would die of it, and its ranks with it."""
+    code = "import os, signal\nfor each in (signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR): os.kill(os.getpid(), each)\nprint('lives')"
+    command = ends_with_parent([sys.executable, "-ISc", code])
+    assert subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout == "lives\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT])
+def test_stop_signal_outside_of_the_ranks_is_an_error(number: int) -> None:
+    with pytest.raises(children.StoppedBySignal, match="stopped by SIG") as stopped, children.stop_signals_raise():
+        os.kill(os.getpid(), number)
+    assert (stopped.value.number, stopped.value.exit_code) == (number, 143)
+    assert signal.getsignal(number) is not signal.SIG_IGN
+
+
 @pytest.mark.parametrize("ends_itself", [False, True])
 def test_nothing_below_a_child_is_left_when_it_has_been_ended(ends_itself: bool, tmp_path: Path) -> None:
     """A process in a session of its own gets no signal of the group, and would still hold the memory of a GPU."""

@@ -188,6 +188,12 @@ def test_kill_is_named_and_memory_suggested() -> None:
     assert "out of host memory" in (problem.hint or "")
 
 
+def test_limit_of_cpu_time_that_ends_a_rank_is_named() -> None:
+    problem = problem_of(judge(seen(deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9.replace("-9", f"-{int(signal.SIGXCPU)}"))))
+    assert problem.message == "rank 1 was killed by SIGXCPU at step 0"
+    assert (problem.hint or "").startswith("it has used the CPU time of its limit: raise `ulimit -t`; the log is ")
+
+
 @pytest.mark.parametrize("deaths", [[Death(0, 1.0), Death(1, 1.0)], [Death(0, 1.0)]], ids=["both seen", "only the other seen"])
 def test_rank_ended_by_the_agent_is_not_blamed(deaths: list[Death]) -> None:
     problem = problem_of(judge(seen(deaths=deaths, launcher_text=BOX, launcher_code=1)))

@@ -19,7 +19,15 @@ import psutil
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem
-from fsdp_tune.launch.command.resume import Start, check_data, decide_start, move_aside, refuse_beyond_end, refuse_when_continued
+from fsdp_tune.launch.command.resume import (
+    Start,
+    check_data,
+    commands_of_finished,
+    decide_start,
+    move_aside,
+    refuse_beyond_end,
+    refuse_when_continued,
+)
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema.recipe import Recipe
@@ -30,6 +38,28 @@ from fsdp_tune.run.rank_files import Verdict
 from fsdp_tune.run.records import read_object
 from tests.launch.recipes import BASE, resolved
 from tests.launch.written_runs import checkpoint, files_of, finish, used, write_heartbeat
+
+
+@pytest.mark.parametrize("resume", ["auto", None])
+def test_run_that_has_lost_its_recipe_is_told_from_a_directory_of_others(fresh: RunDir, resume: str | None) -> None:
+    fresh.path.mkdir(parents=True)
+    for step in (3, 6):
+        checkpoint(fresh, step)
+    with pytest.raises(FsdpTuneError) as caught:
+        decide_start(fresh, resolved(fresh.path.parent), resume, overwrite=False)
+    (problem,) = caught.value.problems
+    assert problem.message == f"{fresh.path} has checkpoints of a run, and its recipe.json is missing"
+    assert problem.ways_out[1].startswith(f"--resume {fresh.checkpoint(6)} --set output_dir=… ")
+
+
+def test_next_commands_are_known_where_the_working_directory_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "run")
+    assert "`fsdp-tune report run` draws its curves" in commands_of_finished(run, resolved(tmp_path))
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert f"`fsdp-tune report {run.path}` draws its curves" in commands_of_finished(run, resolved(tmp_path))
 
 
 @pytest.fixture

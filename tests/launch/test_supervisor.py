@@ -21,7 +21,7 @@ from fsdp_tune.core.clocks import Gap
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.supervise import hang_diagnosis
+from fsdp_tune.launch.supervise import hang_diagnosis, signal_relay
 from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Position, Supervisor
@@ -106,12 +106,45 @@ def test_lines_are_passed_on_and_a_finished_run_is_exit_0(plan_of: PlanOf, run: 
 
 
 def test_every_stop_signal_is_recorded(plan_of: PlanOf) -> None:
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGPWR, signal.SIGIO]
     supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
     with supervisor._listening():
         for number in numbers:
             os.kill(os.getpid(), number)
     assert supervisor.signals == numbers
+
+
+def test_used_up_cpu_time_is_one_request(plan_of: PlanOf) -> None:
+    """The kernel repeats SIGXCPU each second, which is no second request."""
+    for first in (signal.SIGXCPU, signal.SIGTERM):
+        supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
+        with supervisor._listening():
+            for number in (first, signal.SIGXCPU, signal.SIGXCPU):
+                os.kill(os.getpid(), number)
+        assert supervisor.signals == [first]
+
+
+def test_alarm_that_nobody_handles_is_a_stop_signal(plan_of: PlanOf) -> None:
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        supervisor = Supervisor(plan_of({"0": []}), hang_timeout_seconds=60.0)
+        with supervisor._listening():
+            os.kill(os.getpid(), signal.SIGALRM)
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        with supervisor._listening():
+            os.kill(os.getpid(), signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert supervisor.signals == [signal.SIGALRM]
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGUSR2, "SIGUSR2"), (signal.SIGXCPU, "SIGXCPU (the limit of CPU time, `ulimit -t`)")]
+)
+def test_signal_that_means_another_thing_to_a_rank_reaches_it_as_sigterm(plan_of: PlanOf, number: int, name: str) -> None:
+    ended, events = drive(plan_of({"0": SAVES_ON_SIGNAL}), signal_listeners(number))
+    assert (ended.exit_code, ended.problem, ended.step, ended.signal) == (143, None, 7, number)
+    assert any(text.startswith(f"{name}: ") and "saving a checkpoint" in text for text in messages(events))
 
 
 def test_handler_does_not_wait_for_the_clock(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +183,25 @@ def test_signal_reaches_the_ranks_while_the_reader_of_the_events_waits(plan_of: 
     ended, events = drive(plan, wait_for_outcomes)
     assert (ended.exit_code, ended.problem) == (ExitCode.PREEMPTED, None)
     assert sum(text.startswith("SIGTERM: ") for text in messages(events)) == 1
+
+
+def test_signal_reaches_the_ranks_of_a_stopped_launcher(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_relay, "PENDING_SECONDS", 0.1)
+
+    def stop_launcher(supervisor: Supervisor) -> None:
+        [launcher] = [child for child in psutil.Process().children() if "fake_agent.py" in " ".join(child.cmdline())]
+        launcher.suspend()
+        signal_listeners(signal.SIGTERM)(supervisor)
+
+    ended, events = drive(plan_of({"0": SAVES_ON_SIGNAL, "1": SAVES_ON_SIGNAL}), stop_launcher)
+    assert (ended.exit_code, ended.problem, ended.step) == (143, None, 7)
+    assert any("was stopped; it is continued" in text for text in messages(events))
+
+
+def test_line_of_metrics_that_someone_changed_does_not_end_the_command(plan_of: PlanOf) -> None:
+    saves: list[list[object]] = [["beat", "training", 7], ["listen"], ["log", {"step": 7, "step_seconds": "slow"}], ["wait-for-signal"]]
+    ended, _ = drive(plan_of({"0": saves}), signal_listeners(signal.SIGTERM))
+    assert (ended.exit_code, ended.problem) == (143, None)
 
 
 def test_suspension_of_the_command_is_a_message_and_an_event(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:

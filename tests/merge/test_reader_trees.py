@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.read.contents import weights_below
+from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest
 from tests.merge.checkpoints import save_dcp
 from tests.merge.test_reader import WEIGHTS, assert_weights
 
@@ -47,6 +50,18 @@ def test_weights_of_a_tree_are_found_by_their_keys(kind, levels, tmp_path, merge
 def test_optimizer_next_to_weights_is_left_out(tmp_path, merge):
     save_dcp(WEIGHTS | OPTIMIZERS["flat"](WEIGHTS), tmp_path / "c")
     assert_weights(merge(tmp_path / "c").output)
+
+
+def test_run_that_has_lost_its_recipe_is_refused_with_the_name_of_the_file(tmp_path):
+    run = RunDir(tmp_path)
+    for step in (9, 10):
+        save_dcp({"model": WEIGHTS}, run.checkpoint(step))
+        (run.checkpoint(step) / MANIFEST_NAME).write_text(Manifest(CHECKPOINT_KIND, {}, {"step": step}).to_json())
+    with pytest.raises(FsdpTuneError) as caught:
+        weights_below(tmp_path)
+    [problem] = caught.value.problems
+    assert problem.message == f"{tmp_path} has checkpoints of a run, and its recipe.json is missing"
+    assert problem.code == "recipe-missing"
 
 
 def test_tree_with_several_models_is_refused_by_name(tmp_path, merge):

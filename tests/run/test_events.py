@@ -79,6 +79,7 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["warning: checkpoint-7 was not evaluated: no room"],
     ),
     "rotation_failed": ({"message": "busy"}, ["step 7: rotation failed: busy"]),
+    "files_moved": ({"message": "a file had the name"}, ["step 7: files moved: a file had the name"]),
     "compiled": ({"seconds": 2.0, "graphs": 3}, ["step 7: compiled (seconds 2.0, graphs 3)"]),
     "compile_fallback": ({"message": "f was recompiled"}, ["step 7: compile fallback: f was recompiled"]),
     "profiled": (

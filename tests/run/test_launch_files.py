@@ -53,6 +53,15 @@ def test_command_from_another_directory_includes_cd(tmp_path: Path) -> None:
     assert train_command(run, "--resume", "auto") == f"cd {shlex.quote(str(elsewhere))} && fsdp-tune train a.yaml --resume auto"
 
 
+def test_command_in_a_directory_that_was_removed_includes_cd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    run = typed(RunDir(tmp_path), "a.yaml", cwd=gone)
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert train_command(run, "--resume", "auto") == f"cd {gone} && fsdp-tune train a.yaml --resume auto"
+
+
 @pytest.mark.parametrize("content", [None, "{}", '{"argv": ["python"]}', "damaged", '{"version": 99}'])
 def test_missing_command_line_is_an_ellipsis(content: str | None, tmp_path: Path) -> None:
     run = RunDir(tmp_path)

@@ -59,6 +59,33 @@ def test_linked_log_file_is_not_written(tmp_path: Path) -> None:
     assert (tmp_path / "theirs").read_text() == "untouched"
 
 
+WRITES_LINES = """
+import os, resource, sys
+from pathlib import Path
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker.rank import redirect_output
+
+screen = redirect_output(RunDir(Path(sys.argv[1])), 0)
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+for limit, line in ((limits[0], "before"), (0, "refused" * 4000), (limits[0], "after")):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    for stream in (screen, sys.stdout, sys.stderr):
+        print(line, file=stream)
+        stream.flush()
+"""
+
+
+def test_line_that_the_disk_refuses_does_not_end_the_rank(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path / "run"), tmp_path / "launcher.log"
+    with open(log, "wb") as launcher:
+        command = [sys.executable, "-c", WRITES_LINES, str(run.path)]
+        subprocess.run(command, stdout=launcher, stderr=launcher, cwd=REPOSITORY, check=True, timeout=60)
+    for written in (log, run.rank_log(0)):
+        text = written.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("after\n")
+
+
 RECORDS = """
 import json, os, sys
 from dataclasses import asdict

@@ -18,6 +18,7 @@ import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.parent_death import LAUNCHER_PID
+from fsdp_tune.core.processes import STOP_SIGNALS
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.rank_files import Heartbeat, Outcome, read_heartbeat, read_outcome
@@ -26,7 +27,7 @@ from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.rank import Rank
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.stop_request import StopRequest
+from fsdp_tune.worker.stop_request import StoppedEarly, StopRequest
 
 
 class Clock:
@@ -106,7 +107,6 @@ def test_outcome_is_written_with_nonfinite_loss(loss: float, tmp_path: Path) -> 
     assert outcome["loss"] == outcome["nested"][0]["loss"] == (loss if loss == 1.5 else str(loss))
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 RECIPE: Any = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
 
 
@@ -123,7 +123,34 @@ def test_rank_inherits_ignored_signals() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     StopRequest().install()
-    assert [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN] == [signal.SIGINT, signal.SIGHUP]
+    assert [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN] == [
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGUSR2,  # a request for stacks, which `worker.__main__` answers
+        signal.SIGQUIT,
+    ]
+
+
+@pytest.mark.usefixtures("_restored_handlers")
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGQUIT, signal.SIGPWR])
+def test_other_stop_signals_save_and_stop_too(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, request = Clock(), StopRequest()
+    monkeypatch.setattr(stop_request, "time", clock)
+    monkeypatch.setattr(stop_request.os, "_exit", lambda _: pytest.fail("ends without saving"))
+    request.training = True
+    request.install()
+    os.kill(os.getpid(), number)
+    assert stop_request.STOP_REASONS[request.code()] is ExitReason.PREEMPTED
+    clock.now += 10.0
+    os.kill(os.getpid(), signal.SIGXCPU)  # the kernel repeats it each second
+
+
+@pytest.mark.usefixtures("_restored_handlers")
+def test_used_up_cpu_time_before_training_ends_the_rank() -> None:
+    StopRequest().install()
+    with pytest.raises(StoppedEarly) as stopped:
+        os.kill(os.getpid(), signal.SIGXCPU)
+    assert stopped.value.reason is ExitReason.PREEMPTED
 
 
 @pytest.mark.parametrize(("is_supervised", "seconds"), [(True, 7 * 24 * 3600), (False, 30 * 60 + 300)])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, usage_error
-from fsdp_tune.core.files import read_regular
+from fsdp_tune.core.files import read_regular, working_directory
 from fsdp_tune.core.ownership import is_rank_of
 from fsdp_tune.recipe.references import missing_start_inputs
 from fsdp_tune.recipe.schema.effects import OnResume
@@ -37,6 +37,7 @@ from fsdp_tune.run.directory import (
     locked,
     missing_files,
     name_aside,
+    refuse_lost_recipe,
     refuse_when_held,
 )
 from fsdp_tune.run.event_parts import ChangedKey
@@ -212,10 +213,10 @@ def _refuse_foreign(run: RunDir) -> None:
     if run.is_used:
         return
     if foreign := occupants(run.path, ignored=("lost+found", run.lock.name)):  # a mount point is locked before it is filled
+        refuse_lost_recipe(run)
         shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
-        raise usage_error(
-            "directory-not-empty", f"{run.path} is not a run of this tool and not empty ({shown})", hint="name another `output_dir`"
-        )
+        what = f"{run.path} is not a run of this tool and not empty ({shown})"
+        raise usage_error("directory-not-empty", what, hint="name another `output_dir`")
 
 
 def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | None, elsewhere: Sequence[Held] | None) -> Start:
@@ -374,7 +375,8 @@ def _serving(model: Path, recipe: Recipe | None) -> str:
 
 
 def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    here = working_directory()
+    return str(path.relative_to(here)) if here is not None and path.is_relative_to(here) else str(path)
 
 
 def _longer(run: RunDir, recipe: Recipe) -> str:

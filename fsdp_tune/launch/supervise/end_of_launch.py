@@ -14,14 +14,6 @@ from fsdp_tune.core.library_errors import NATIVE_ENDS
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import STOPPED, Outcome, Verdict
 
-REASON_OF_SIGNAL: dict[int, ExitReason] = {
-    signal.SIGINT: ExitReason.INTERRUPTED,
-    signal.SIGTERM: ExitReason.PREEMPTED,
-    signal.SIGHUP: ExitReason.PREEMPTED,
-    signal.SIGUSR1: ExitReason.PREEMPTED,
-}
-
-
 KILL_WAIT_SECONDS = 5.0
 
 
@@ -38,6 +30,9 @@ _LAST_LINE_OF_TRACEBACK = re.compile(
 
 
 _MEMORY_HINT = "out of host memory? The kernel then kills a process: see `dmesg`"
+
+
+_CPU_TIME_HINT = "it has used the CPU time of its limit: raise `ulimit -t`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +112,7 @@ def _without_outcomes(seen: LaunchObservation, step: int) -> Verdict | None:
     if seen.refused_variable is not None:
         return Verdict(ExitCode.USAGE, ExitReason.FAILED, step, seen.refused_variable)
     if seen.signals and step == 0:  # no handler was installed yet, and there was nothing to save
-        return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, None)
+        return _ended(ExitReason.INTERRUPTED if seen.signals[0] == signal.SIGINT else ExitReason.PREEMPTED, 0, None, None)
     if seen.launcher_code < 0 and not seen.signals:  # the ranks were killed with their parent
         return _ended(ExitReason.LOST_RANK, step, _launcher_problem(seen), None)
     return None
@@ -179,7 +174,8 @@ def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool
         if end is not None and (fault := device_fault(end)) is not None:
             failed = device_failure(f"the GPU of rank {death.rank}", fault)
             return replace(failed, hint=f"{failed.hint}; {_log_hint(log)}"), True
-        hint = f"{_MEMORY_HINT}; {_log_hint(log)}" if -code == signal.SIGKILL else _log_hint(log)
+        cause = {int(signal.SIGKILL): _MEMORY_HINT, int(signal.SIGXCPU): _CPU_TIME_HINT}.get(-code)
+        hint = "; ".join(filter(None, (cause, _log_hint(log))))
         message = f"rank {death.rank} was killed by {name} at step {seen.last_step}" + (f": {end}" if end else "")
         return Problem("rank-killed", message, Where(), hint), True
     own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)

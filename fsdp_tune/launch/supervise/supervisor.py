@@ -23,7 +23,7 @@ from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.clocks import LIVED
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.files import read_end_of_log
-from fsdp_tune.core.processes import ends_with_parent, without_ignored
+from fsdp_tune.core.processes import STOP_SIGNALS, ends_with_parent, without_ignored
 from fsdp_tune.core.refused_variables import find_refusal
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -33,8 +33,9 @@ from fsdp_tune.launch.supervise.end_of_launch import LaunchObservation, judge
 from fsdp_tune.launch.supervise.hang_diagnosis import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.supervise.looks import REFUSALS, HeldDirectory, Looks
 from fsdp_tune.launch.supervise.rank_watch import RankWatch, kill_for_good
+from fsdp_tune.launch.supervise.signal_relay import SignalRelay
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import Continued, TrainStarted, read_event
+from fsdp_tune.run.events import Continued, TrainStarted, number, read_event
 from fsdp_tune.run.launch_files import disk_refusal
 from fsdp_tune.run.metrics_file import Follower, append_event
 from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear, record
@@ -79,6 +80,11 @@ LAST_READ_SECONDS = 5.0
 
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Of the stop signals, those that reach the ranks as they are. To a rank SIGUSR2 is a request for stacks; SIGTERM stands for the others."""
+
+
+UNUSED = (signal.SIGALRM, signal.SIGIO)
+"""Signals that end a command which does not use them, such as an alarm that its caller has set. Here they stop it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +131,8 @@ class Supervisor:
         self._is_directory_gone = False
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
         self._signals: list[tuple[int, float]] = []
-        self._launcher: subprocess.Popen[str] | None = None
-        self._is_forwarded = self._is_announced = False
+        self._relay: SignalRelay | None = None
+        self._is_announced = False
         self._gaps = len(LIVED.gaps)
         self._gave_up_saving = False
         self._is_disk_refused = False
@@ -158,7 +164,8 @@ class Supervisor:
         logs = [self._launcher_log, *map(run.rank_log, self._plan.ranks)]
         log_starts = {log: log.stat().st_size if log.exists() else 0 for log in logs}
         with self._listening():
-            self._launcher = launcher = self._start()
+            launcher = self._start()
+            self._relay = SignalRelay(launcher)
             try:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
@@ -251,10 +258,15 @@ class Supervisor:
         """Record signals instead of dying of them. SIGKILL cannot be caught; `core.processes` covers it."""
 
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
+            if number == signal.SIGXCPU:  # the kernel repeats it each second
+                signal.signal(number, signal.SIG_IGN)
+                if self._signals:  # no second request
+                    return
             self._signals.append((number, time.monotonic()))  # the clock has a lock, which this thread may hold
             self._forward()
 
-        before = {number: signal.signal(number, note) for number in without_ignored(FORWARDED)}
+        unused = [number for number in UNUSED if signal.getsignal(number) is signal.SIG_DFL]
+        before = {number: signal.signal(number, note) for number in [*without_ignored(STOP_SIGNALS), *unused]}
         try:
             yield
         finally:
@@ -262,10 +274,10 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _forward(self) -> None:
-        """Send the first signal to the launcher, whose agent passes it to the ranks. The handler calls it too: the loop may wait."""
-        if self._launcher is not None and self._signals and not self._is_forwarded:
-            self._is_forwarded = True
-            self._launcher.send_signal(self._signals[0][0])
+        """Send the first signal to the ranks. The handler calls it too: the loop may wait."""
+        if self._relay is not None and self._signals:
+            first, _ = self._signals[0]
+            self._relay.send(first if first in FORWARDED else signal.SIGTERM)
 
     def _noticed_gaps(self) -> Iterator[Event]:
         """Record in the metrics for how long the whole job did not run."""
@@ -302,8 +314,11 @@ class Supervisor:
         if not self._is_announced:
             watch.read_all()
             self._is_announced = True
-            what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
-            yield Message(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
+            what = stop_line(list(watch.beats.values()), self._total_steps, number(self._step_seconds))
+            limit = " (the limit of CPU time, `ulimit -t`)" if first == signal.SIGXCPU else ""
+            yield Message(f"{signal.Signals(first).name}{limit}: {what}; a second signal stops at once, without saving")
+        if self._relay is not None and (text := self._relay.help(watch.alive)) is not None:
+            yield Message(text)
         if not self._gave_up_saving and LIVED.at(last_at) - LIVED.at(first_at) > ECHO_SECONDS:
             self._gave_up_saving = True
             yield Message(f"{signal.Signals(last).name}: stopping at once")
@@ -358,8 +373,10 @@ class Supervisor:
             yield Message(f"{path} cannot be written ({error.strerror}). It would have:\n{text}")
 
     def _observe(self, watch: RankWatch, launcher_code: int, log_starts: Mapping[Path, int]) -> LaunchObservation:
+        launcher = self._relay.launcher if self._relay is not None else None
+
         def written(log: Path) -> str:
-            is_of_early = log == self._launcher_log and self._early is not None and self._early.process is self._launcher
+            is_of_early = log == self._launcher_log and self._early is not None and self._early.process is launcher
             with contextlib.suppress(*REFUSALS):  # where the run directory is gone, that is reported instead
                 return self._early.end_of_log() if self._early is not None and is_of_early else read_end_of_log(log, log_starts[log])
             return ""

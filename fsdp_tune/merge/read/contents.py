@@ -19,7 +19,7 @@ from fsdp_tune.merge.read.hf_shards import read_hf_shards
 from fsdp_tune.merge.read.reader import ArchiveExtent, Chunk, SourceFiles, SourceTensor, is_peft, model_names, optimizer_state
 from fsdp_tune.merge.read.safetensors_files import read_safetensors
 from fsdp_tune.merge.source import Format, Selection, Weights, find_weights
-from fsdp_tune.run.directory import RunDir, checkpoint_step
+from fsdp_tune.run.directory import RunDir, checkpoint_step, refuse_lost_recipe
 
 _SHOWN = 5
 
@@ -191,6 +191,7 @@ def weights_below(source: Path) -> Path:
         return source
     found = [folder for folder in _folders(source, _DEPTH) if _holds_weights(folder)]
     if len(found) > 1:
+        refuse_lost_recipe(RunDir(source))
         found.sort(key=_step)
         raise usage_error(
             "merge-several-weights",

@@ -37,7 +37,7 @@ from fsdp_tune.model.shard.local import wraps_others
 from fsdp_tune.model.shard.process_groups import untimed_group
 from fsdp_tune.run.directory import CHECKPOINT_KIND, FULL_MODEL_FILE, SHARD_FOLDER, TRAINER_STATE, RunDir, complete_checkpoints
 from fsdp_tune.run.manifest import MACHINES_FACT, MANIFEST_NAME, FileEntry, MachineFiles, Manifest, damage
-from fsdp_tune.run.rotation import rotate
+from fsdp_tune.run.rotation import make_way, rotate
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.exchange import leads_machine, rank_file, refuse_one_directory, shared_small_files
@@ -184,6 +184,8 @@ class Saved:
     error: FsdpTuneError | None = None
     left: str | None = None
     """Why old checkpoints could not be removed afterwards; the save itself is complete."""
+    moved: str | None = None
+    """What else had the name of the checkpoint, and its new name."""
 
 
 @dataclass
@@ -289,7 +291,8 @@ class Checkpointer:
 
     def _write_reporting(self, snapshot: Snapshot, saved: Saved) -> None:
         try:
-            saved.size_bytes = self._size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
+            self._size_bytes, saved.moved = self._write(snapshot, self.run.checkpoint(snapshot.step))
+            saved.size_bytes = self._size_bytes
             saved.left = self._rotate(snapshot)
         except Exception as error:  # noqa: BLE001  any error of disk or torch is the outcome of the save
             message = f"checkpoint-{snapshot.step} could not be written: {reason_of(error)}"
@@ -325,17 +328,26 @@ class Checkpointer:
         self.longest_seconds = max(self.longest_seconds, seconds)
         return seconds
 
-    def _write(self, snapshot: Snapshot, final: Path) -> int:
+    def _write(self, snapshot: Snapshot, final: Path) -> tuple[int, str | None]:
+        """Return the size of the checkpoint, and a sentence about files of others that had its name."""
+        moved: list[str | None] = []
+
+        def show() -> None:
+            moved.append(make_way(final))
+            publish(stage, final, replace=final.exists())
+
         stage = self.run.path / f".{final.name}{STAGE_MARK}{snapshot.step}"
         try:
             manifest = self._fill_stage(snapshot, stage)
-            self._lead(lambda: publish(stage, final, replace=final.exists()), f"publishing {final.name}")
+            self._lead(show, f"publishing {final.name}")
         except BaseException:
             if leads_machine(is_scattered=self.is_scattered):
                 shutil.rmtree(stage, ignore_errors=True)
             raise
         size_bytes = manifest.size_bytes if manifest else 0
-        return sum(gather(size_bytes, self._group)) if self.is_scattered else size_bytes
+        here = (size_bytes, next(iter(moved), None))
+        every = gather(here, self._group) if self.is_scattered else [here]
+        return sum(size for size, _ in every), next((sentence for _, sentence in every if sentence), None)
 
     def _rotate(self, snapshot: Snapshot) -> str | None:
         """Remove old checkpoints. Return the error message if that fails, else None."""

@@ -18,7 +18,8 @@ import torch
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
-from fsdp_tune.run.rotation import remove_leftovers, rotate
+from fsdp_tune.run.rotation import make_way, remove_leftovers, rotate
+from fsdp_tune.worker.checkpoint import save as saving
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved
 from tests.cuda.devices import on_devices
 from tests.parity import runs
@@ -49,7 +50,7 @@ def test_seconds_of_a_save_are_from_its_request(run: RunDir, monkeypatch: pytest
     saver.__dict__.update(run=run, device_type="cpu", asynchronous=asynchronous, report=found.append, live=SimpleNamespace(full=True))
     saver.heartbeat = SimpleNamespace(during=lambda *_: nullcontext())
     monkeypatch.setattr(saver, "_snapshot", lambda *_: time.sleep(0.2) or SimpleNamespace(step=1))
-    monkeypatch.setattr(saver, "_write", lambda *_: time.sleep(0.1) or 7)
+    monkeypatch.setattr(saver, "_write", lambda *_: time.sleep(0.1) or (7, None))
     monkeypatch.setattr(saver, "_rotate", lambda *_: None)
     saver.save(1, "", {}, best_step=None)
     saver.wait()
@@ -96,6 +97,48 @@ def test_rotation_deletes_only_own_complete_checkpoints(run: RunDir) -> None:
     assert mine.is_dir()
     assert link.is_symlink()
     assert file.is_file()
+
+
+def test_files_of_others_make_way_for_a_checkpoint_under_a_visible_name(run: RunDir) -> None:
+    for step in (1, 2):
+        complete(run, step)
+    (run.checkpoint(2) / MANIFEST_NAME).write_text("damaged")
+    run.checkpoint(3).mkdir()
+    assert [make_way(run.checkpoint(step)) for step in (1, 2, 3, 4)] == [None] * 4, "ours, empty or absent"
+    complete(run, 5, kind="something else")
+    run.checkpoint(6).mkdir()
+    (run.checkpoint(6) / "notes.txt").write_text("theirs")
+    run.checkpoint(7).write_text("a file")
+    run.checkpoint(8).symlink_to("nowhere")
+    (run.path / "other-checkpoint-8").touch()
+    sentences = [make_way(run.checkpoint(step)) for step in (5, 6, 7, 8)]
+    assert sentences[3] == "checkpoint-8 was there and is no checkpoint of this run; it is now other-checkpoint-8-2"
+    moved = [run.path / f"other-checkpoint-{name}" for name in ("5", "6", "7", "8-2")]
+    assert (moved[0] / "weights").is_file()
+    assert (moved[1] / "notes.txt").read_text() == "theirs"
+    assert (moved[2].read_text(), str(moved[3].readlink())) == ("a file", "nowhere")
+    assert not [step for step in (5, 6, 7, 8) if run.checkpoint(step).exists()]
+
+
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_save_reports_the_files_that_made_way(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, is_scattered: bool) -> None:
+    saver: Any = object.__new__(Checkpointer)
+    saver.__dict__.update(run=run, is_scattered=is_scattered, _group=None)
+    monkeypatch.setattr(saver, "_lead", lambda act, _: act())
+    monkeypatch.setattr(saving, "gather", lambda mine, _: [(1, None), mine])
+
+    def fill(_: Any, stage: Path) -> Any:
+        stage.mkdir()
+        return SimpleNamespace(size_bytes=7)
+
+    monkeypatch.setattr(saver, "_fill_stage", fill)
+    run.checkpoint(6).mkdir()
+    (run.checkpoint(6) / "notes.txt").write_text("theirs")
+    size_bytes, moved = saver._write(SimpleNamespace(step=6), run.checkpoint(6))
+    assert size_bytes == (8 if is_scattered else 7)
+    assert moved == "checkpoint-6 was there and is no checkpoint of this run; it is now other-checkpoint-6"
+    assert (run.path / "other-checkpoint-6" / "notes.txt").read_text() == "theirs"
+    assert list(run.checkpoint(6).iterdir()) == []
 
 
 def test_only_crash_leftovers_are_removed(run: RunDir) -> None:
