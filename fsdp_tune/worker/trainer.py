@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,6 +135,10 @@ class FsdpTrainer(Trainer):
                 self.parts.scale.load_state_dict(own["loss_scale"])
             self.gate.skipped_steps = int(own.get("skipped_steps", 0))  # a checkpoint of an earlier version has none
             restore_schedule(self.lr_scheduler, self._updates)
+            if self.state.global_step >= max_steps:
+                self._load_rng_state(resume_from_checkpoint)  # which the first step would do
+                if not Path(resume_from_checkpoint).parent.samefile(self.parts.run.path):
+                    self.checkpointer.last_step = None  # so that the run, which ends here, has the checkpoint in its own directory
         given = {"model": self.model, "optimizer": optimizer, "lr_scheduler": self.lr_scheduler, "train_dataloader": train_dataloader}
         for name, value in given.items():
             setattr(self.callback_handler, name, value)
@@ -183,6 +188,9 @@ class FsdpTrainer(Trainer):
         return self.parts.rows.batches(workers=workers, pin_memory=pin, prefetch=prefetch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # the Trainer looks at neither before it has trained a step
+            return
         epoch, order = kwargs["epoch"], self.parts.rows.order
         self.parts.rows.set_epoch(epoch)
         if order is not None:
