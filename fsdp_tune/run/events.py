@@ -451,6 +451,11 @@ class EarlyStopped(MessageEvent):
     """`training.early_stopping` ends the run after this step."""
 
 
+@event("best_restarted")
+class BestRestarted(MessageEvent):
+    """Another `metric_for_best_model`, or other evaluation rows, since the start before: the best of later evaluations counts."""
+
+
 @event("train_finished", is_shown=False)
 class TrainFinished(MetricsEvent):
     """The last checkpoint of this start is complete."""

@@ -32,10 +32,11 @@ from fsdp_tune.model.shard.wrap import begin_micro_batch
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward, loss_options
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning, SpikeEvent
+from fsdp_tune.run.events import BestRestarted, EarlyStopped, GradientSpike, PrecisionWarning, SpikeEvent
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.records import ReadBack
-from fsdp_tune.worker.agreement import gather, stop_on
+from fsdp_tune.worker.agreement import from_rank0, gather, stop_on
+from fsdp_tune.worker.best import chosen_by, start_anew
 from fsdp_tune.worker.checkpoint.restore import (
     restore_model,
     restore_optimizer,
@@ -108,6 +109,7 @@ class FsdpTrainer(Trainer):
         self._step_tokens = 0  # over all ranks, padding left out
         self._audited = False
         self._last_line_step = 0
+        self._best_by: str | None = None
         self._auxiliary_weight = auxiliary_loss_weight(parts.loaded.model)
         self._observers = [self.lines, self.gate, parts.rows, *observers]
         for each in self._observers:
@@ -123,6 +125,7 @@ class FsdpTrainer(Trainer):
         self.model_wrapped = self.wrapped
         optimizer = self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
+        self._best_by = from_rank0(lambda: chosen_by(self.args, self.parts.evals, self.parts.user_metrics), "reading the evaluation rows")
         if resume_from_checkpoint is not None:
             restore_model(self.checkpointer.live, resume_from_checkpoint)
             restore_optimizer(self.checkpointer.live, resume_from_checkpoint)
@@ -135,6 +138,7 @@ class FsdpTrainer(Trainer):
                 self.parts.scale.load_state_dict(own["loss_scale"])
             self.gate.skipped_steps = int(own.get("skipped_steps", 0))  # a checkpoint of an earlier version has none
             restore_schedule(self.lr_scheduler, self._updates)
+            self._compare_best(own.get("best_by"))
             if self.state.global_step >= max_steps:
                 self._load_rng_state(resume_from_checkpoint)  # which the first step would do
                 if not Path(resume_from_checkpoint).parent.samefile(self.parts.run.path):
@@ -148,6 +152,15 @@ class FsdpTrainer(Trainer):
         self.lines.start(self.state.global_step)
         self._last_line_step = self.state.global_step
         return self.wrapped, train_dataloader
+
+    def _compare_best(self, before: str | None) -> None:
+        """Start the best anew if it was chosen `before` by another metric, or on other rows. A run that chooses none keeps it."""
+        if before is None or before == self._best_by:
+            return
+        if self._best_by is None:
+            self._best_by = before
+        elif message := start_anew(self.state, self.callback_handler.callbacks, before, self._best_by):
+            self.parts.metrics.event(BestRestarted(self.state.global_step, message))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -412,6 +425,7 @@ class FsdpTrainer(Trainer):
             "skipped_steps": self.gate.skipped_steps,
             "unwritten": list(self.parts.metrics.unwritten),
             "rows": self.parts.rows.state(),
+            "best_by": self._best_by,
         }
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

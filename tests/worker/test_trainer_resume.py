@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_tune.run.directory import RunDir
+from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.run.directory import RunDir, best_so_far
 from fsdp_tune.run.manifest import digest
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -35,9 +37,12 @@ def donor(bench: Bench, **training: Any) -> RunDir:
     return RunDir(made_once(f"{bench.folder.name}/resume-{digest(repr(sorted(training.items())))}", make))
 
 
-def resumed(bench: Bench, source: RunDir, step: int, **training: Any) -> RunDir:
-    """A run that has continued from a checkpoint of `source`."""
+def resumed(bench: Bench, source: RunDir, step: int, eval_rows: str = "eval", **training: Any) -> RunDir:
+    """A run that has continued from a checkpoint of `source`, and evaluates this set of the store."""
     run = new_run(bench, {"lr_scheduler_type": "constant"} | training)
+    prepared = Prepared.read(run.data_json)
+    assert prepared is not None
+    replace(prepared, evals={"eval": str(bench.store / eval_rows)}).write(run.data_json)
     runs.resume_from(run, source, step)
     runs.train(bench.on_ranks, run, 1)
     return run
@@ -65,3 +70,42 @@ def test_run_in_another_directory_that_ends_where_it_starts_has_a_checkpoint(ben
     assert all(torch.equal(one[name], other[name]) for name in one)
     generators = [torch.load(each.checkpoint(4) / "rng_state_0.pth", weights_only=True)["rng"]["torch"] for each in (run, source)]
     assert torch.equal(*generators)
+
+
+BEST: dict[str, Any] = {"load_best_model_at_end": True, "early_stopping": {"patience": 9}, "learning_rate": 3e-2}
+
+
+def restarts(run: RunDir) -> list[str]:
+    return [line["message"] for line in runs.lines(run) if line.get("event") == "best_restarted"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "eval_rows", "words"),
+    [
+        ({"metric_for_best_model": "perplexity"}, "eval", "it is the lowest eval_perplexity now"),
+        ({"greater_is_better": True}, "eval", "it is the highest eval_loss now"),
+        ({}, "train", "eval_loss is measured on other rows now"),
+    ],
+)
+def test_best_of_another_metric_or_other_rows_does_not_count(bench: Bench, changed: dict[str, Any], eval_rows: str, words: str) -> None:
+    run = resumed(bench, donor(bench, **BEST), 4, eval_rows, **BEST | {"max_steps": 6} | changed)
+    [message] = restarts(run)
+    assert message.startswith("the best so far, the lowest eval_loss (")
+    assert message.endswith(f"no longer counts: {words}")
+    name = f"eval_{changed.get('metric_for_best_model', 'loss')}"
+    values = {line["step"]: line[name] for line in runs.lines(run) if name in line and line["step"] > 4}
+    assert best_so_far(run.checkpoint(6)) == (6, values[6])
+
+
+def test_best_goes_on_with_an_unchanged_metric(bench: Bench) -> None:
+    """Also through a start that chooses no checkpoint, and under the metric's other name."""
+    source = donor(bench, **BEST)
+    between = resumed(bench, source, 4, max_steps=6, learning_rate=3e-2)
+    run = resumed(bench, between, 6, **BEST | {"metric_for_best_model": "eval_loss"})
+    assert restarts(between) == restarts(run) == []
+    before, after = (best_so_far(each.checkpoint(step)) for each, step in ((source, 4), (run, 8)))
+    assert before is not None
+    assert after is not None
+    assert after.metric is not None
+    assert before.metric is not None
+    assert after.metric <= before.metric
