@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.run.directory import RunDir, best_so_far
+from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.manifest import digest
 from tests.parity import runs
 from tests.parity.bench import Bench
+from tests.parity.test_resume import stop_after
 from tests.session import made_once
 
 pytestmark = pytest.mark.ranks
@@ -93,8 +96,11 @@ def test_best_of_another_metric_or_other_rows_does_not_count(bench: Bench, chang
     assert message.startswith("the best so far, the lowest eval_loss (")
     assert message.endswith(f"no longer counts: {words}")
     name = f"eval_{changed.get('metric_for_best_model', 'loss')}"
-    values = {line["step"]: line[name] for line in runs.lines(run) if name in line and line["step"] > 4}
-    assert best_so_far(run.checkpoint(6)) == (6, values[6])
+    lines = runs.lines(run)
+    since = lines[[line.get("event") for line in lines].index("best_restarted") :]
+    values = [(line["step"], line[name]) for line in since if name in line]
+    assert [step for step, _ in values] == [4, 6], "the step of the checkpoint is evaluated again"
+    assert best_so_far(run.checkpoint(6)) == (max if changed.get("greater_is_better") else min)(values, key=lambda value: value[1])
 
 
 def test_best_goes_on_with_an_unchanged_metric(bench: Bench) -> None:
@@ -109,3 +115,69 @@ def test_best_goes_on_with_an_unchanged_metric(bench: Bench) -> None:
     assert after.metric is not None
     assert before.metric is not None
     assert after.metric <= before.metric
+
+
+def stopped(bench: Bench, step: int, **training: Any) -> RunDir:
+    """A run that a signal has stopped after `step`; it is noticed one step after it arrives."""
+    run = new_run(bench, training)
+    [outcome] = bench.on_ranks.run(1, functools.partial(stop_after, str(run.path), step - 1, 0))
+    assert (outcome["exit_reason"], outcome["step"]) == ("preempted", step), outcome["traceback"]
+    return run
+
+
+def go_on(bench: Bench, run: RunDir, step: int) -> RunDir:
+    ResumeRequest(str(run.checkpoint(step))).write(run.resume_json)
+    runs.train(bench.on_ranks, run, 1)
+    return run
+
+
+def evaluations(run: RunDir) -> list[tuple[int, float]]:
+    return [(line["step"], line["eval_loss"]) for line in runs.lines(run) if "eval_loss" in line]
+
+
+@pytest.mark.parametrize(
+    ("training", "step"),
+    [
+        ({"max_steps": 6}, 4),
+        ({"max_steps": 6, "eval_delay": 5}, 4),
+        ({"max_steps": -1, "num_train_epochs": 1.5, "eval_strategy": "epoch"}, 6),
+    ],
+    ids=["steps", "delay", "epoch"],
+)
+def test_evaluation_that_a_stop_left_out_is_made_up_before_the_next_step(bench: Bench, training: dict[str, Any], step: int) -> None:
+    training = BEST | training | {"save_steps": 2, "load_best_model_at_end": False}
+    whole = new_run(bench, training)
+    runs.train(bench.on_ranks, whole, 1)
+    run = stopped(bench, step, **training)
+    assert step not in steps(run, "eval_loss")
+    go_on(bench, run, step)
+    assert evaluations(run) == evaluations(whole)
+    one, other = ([(line["step"], line["loss"]) for line in runs.loss_lines(each)] for each in (run, whole))
+    assert one == other
+    last = steps(whole, "loss")[-1]
+    weights, expected = (runs.saved_parameters(each, last) for each in (run, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert best_so_far(run.checkpoint(last)) == best_so_far(whole.checkpoint(last))
+
+
+def test_evaluation_that_is_made_up_ends_a_run_early(bench: Bench) -> None:
+    run = stopped(bench, 4, early_stopping={"patience": 1, "threshold": 1e6})
+    go_on(bench, run, 4)
+    assert (steps(run, "loss"), steps(run, "eval_loss")) == ([1, 2, 3, 4], [2, 4])
+    assert [line["step"] for line in runs.lines(run) if line.get("event") == "early_stopped"] == [4]
+
+
+def test_step_of_the_checkpoint_is_evaluated_once(bench: Bench) -> None:
+    """`eval_on_start` is for a start at step 0: a second evaluation of a step would be one without improvement for early stopping."""
+    training: dict[str, Any] = {"early_stopping": {"patience": 1}, "eval_on_start": True, "learning_rate": 1e-3}
+    run = resumed(bench, donor(bench, **training), 4, **training)
+    assert steps(run, "eval_loss") == [0, 2, 4, 6, 8]
+    assert steps(run, "loss")[-1] == 8
+
+
+def test_last_step_is_evaluated_although_its_checkpoint_was_not(bench: Bench) -> None:
+    source = donor(bench, **BEST | {"eval_steps": 4, "load_best_model_at_end": False})
+    run = resumed(bench, source, 2, **BEST | {"max_steps": 2})
+    [(step, loss)] = evaluations(run)
+    assert step == 2
+    assert best_so_far(run.checkpoint(2)) == (2, loss)

@@ -95,6 +95,8 @@ class OwnState(TypedDict):
     """Lines of metrics.jsonl that could not be written."""
     rows: NotRequired[object]
     """What the training rows need beyond the step."""
+    evaluated: NotRequired[bool]
+    """Whether the step was evaluated before its checkpoint was saved."""
     best_by: NotRequired[str | None]
     """By what the best of trainer_state.json was chosen: `worker.best.chosen_by`."""
 
