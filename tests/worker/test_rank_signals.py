@@ -26,7 +26,7 @@ from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.rank import Rank
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.stop_request import StopRequest
+from fsdp_tune.worker.stop_request import StoppedEarly, StopRequest
 
 
 class Clock:
@@ -124,6 +124,18 @@ def test_rank_inherits_ignored_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
     StopRequest().install()
     assert [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN] == [signal.SIGINT, signal.SIGHUP]
+
+
+@pytest.mark.usefixtures("_restored_handlers")
+def test_signal_whose_exception_is_swallowed_stops_the_training() -> None:
+    """What is raised in a finalizer is printed and forgotten."""
+    request = StopRequest()
+    request.install()
+
+    with pytest.raises(StoppedEarly):
+        os.kill(os.getpid(), signal.SIGTERM)
+    request.training = True
+    assert stop_request.STOP_REASONS[request.code()] is ExitReason.PREEMPTED
 
 
 @pytest.mark.parametrize(("is_supervised", "seconds"), [(True, 7 * 24 * 3600), (False, 30 * 60 + 300)])
