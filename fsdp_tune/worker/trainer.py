@@ -402,7 +402,7 @@ class FsdpTrainer(Trainer):
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
 
-    def _evaluate(self, trial: object, ignore_keys_for_eval: object, skip_scheduler: bool = False) -> dict[str, float]:  # noqa: FBT001, FBT002
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:  # noqa: FBT001, FBT002
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         step = self.state.global_step
         if skip_scheduler and step > 0:  # before the first step of a resumed run

@@ -40,7 +40,7 @@ def donor(bench: Bench, **training: Any) -> RunDir:
     return RunDir(made_once(f"{bench.folder.name}/resume-{digest(repr(sorted(training.items())))}", make))
 
 
-def resumed(bench: Bench, source: RunDir, step: int, eval_rows: str = "eval", **training: Any) -> RunDir:
+def resumed(bench: Bench, source: RunDir, step: int, *, eval_rows: str = "eval", **training: Any) -> RunDir:
     """A run that has continued from a checkpoint of `source`, and evaluates this set of the store."""
     run = new_run(bench, {"lr_scheduler_type": "constant"} | training)
     prepared = Prepared.read(run.data_json)
@@ -57,7 +57,7 @@ def steps(run: RunDir, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("length", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 0.6}], ids=["steps", "epochs"])
 def test_checkpoint_of_the_last_step_is_trained_no_further(bench: Bench, length: dict[str, Any]) -> None:
-    run = resumed(bench, donor(bench), 4, **length)
+    run = resumed(bench, donor(bench), 4, **length, witness=1)
     assert steps(run, "loss") == [1, 2, 3, 4]
     assert [path.name for path in run.path.glob("checkpoint-*")] == ["checkpoint-4"]
     assert [line["step"] for line in runs.lines(run) if line.get("event") == "train_finished"][-1] == 4
@@ -91,7 +91,7 @@ def restarts(run: RunDir) -> list[str]:
     ],
 )
 def test_best_of_another_metric_or_other_rows_does_not_count(bench: Bench, changed: dict[str, Any], eval_rows: str, words: str) -> None:
-    run = resumed(bench, donor(bench, **BEST), 4, eval_rows, **BEST | {"max_steps": 6} | changed)
+    run = resumed(bench, donor(bench, **BEST), 4, eval_rows=eval_rows, **BEST | {"max_steps": 6} | changed)
     [message] = restarts(run)
     assert message.startswith("the best so far, the lowest eval_loss (")
     assert message.endswith(f"no longer counts: {words}")
@@ -170,7 +170,7 @@ def test_evaluation_that_is_made_up_ends_a_run_early(bench: Bench) -> None:
 def test_step_of_the_checkpoint_is_evaluated_once(bench: Bench) -> None:
     """`eval_on_start` is for a start at step 0: a second evaluation of a step would be one without improvement for early stopping."""
     training: dict[str, Any] = {"early_stopping": {"patience": 1}, "eval_on_start": True, "learning_rate": 1e-3}
-    run = resumed(bench, donor(bench, **training), 4, **training)
+    run = resumed(bench, donor(bench, **training), 4, eval_rows="eval", **training)
     assert steps(run, "eval_loss") == [0, 2, 4, 6, 8]
     assert steps(run, "loss")[-1] == 8
 
