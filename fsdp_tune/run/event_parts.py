@@ -1,4 +1,4 @@
-"""Parts of the events of metrics.jsonl: generated samples, scores of checkpoints, rows of a spike, changed keys."""
+"""Parts of the events of metrics.jsonl: generated samples, scores of checkpoints, rows of a spike, changed keys, and their text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, JsonValue
 
 from fsdp_tune.core.command import JsonAnswer
 
 SAMPLE_CHARACTERS = 60
 SHOWN_SPIKE_ROWS = 3
+
+
+def describe(name: str, step: int | None, details: Mapping[str, JsonValue]) -> list[str]:
+    """Return `step 7: loss scale backed off: message (field value, …)`."""
+    values = ", ".join(f"{key} {value}" for key, value in details.items() if key != "message")
+    message = f": {details['message']}" if "message" in details else ""
+    return [f"step {step}: {name.replace('_', ' ')}{message}" + (f" ({values})" if values else "")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from fsdp_tune.core.command import JsonAnswer
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, SpikeRow, shown_rows, shown_scores
+from fsdp_tune.run.event_parts import ChangedKey, CheckpointScore, GeneratedSample, SpikeRow, describe, shown_rows, shown_scores
 
 EventLevel = Literal["routine", "news", "warning", "alarm"]
 """`routine`: every healthy run has it. `warning`: the report marks it. `alarm`: a warning that the terminal prints on stderr."""
@@ -23,13 +23,6 @@ EventLevel = Literal["routine", "news", "warning", "alarm"]
 SHOWN_PHASE_SECONDS = 0.1
 NAMED_ROWS = 200
 """Rows that the event of a spike names at most."""
-
-
-def describe(name: str, step: int | None, details: Mapping[str, JsonValue]) -> list[str]:
-    """Return `step 7: loss scale backed off: message (field value, …)`."""
-    values = ", ".join(f"{key} {value}" for key, value in details.items() if key != "message")
-    message = f": {details['message']}" if "message" in details else ""
-    return [f"step {step}: {name.replace('_', ' ')}{message}" + (f" ({values})" if values else "")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +436,11 @@ class Stopping(MetricsEvent):
 @event("early_stopped")
 class EarlyStopped(MessageEvent):
     """`training.early_stopping` ends the run after this step."""
+
+
+@event("best_restarted")
+class BestRestarted(MessageEvent):
+    """Another `metric_for_best_model`, or other evaluation rows, since the start before: the best of later evaluations counts."""
 
 
 @event("train_finished", is_shown=False)

@@ -100,12 +100,14 @@ class StopRequest:
         elif self._first is not None and now - self._first > ECHO_SECONDS:
             # A second signal: stop without saving. Older checkpoints are kept.
             os._exit(EXIT_CODE_OF_REASON[STOP_REASONS[_REQUEST_OF_SIGNAL[signal.Signals(number)]]])
-        if self._first is None and not self.training:
-            self._first = now
-            raise StoppedEarly(STOP_REASONS[_REQUEST_OF_SIGNAL[signal.Signals(number)]])
-        if number != signal.SIGXCPU:
+        is_first = self._first is None
+        if number != signal.SIGXCPU or not self.training:
             self._first = self._first or now
         self._signal = max(self._signal, _REQUEST_OF_SIGNAL[signal.Signals(number)])
+        if is_first and not self.training:
+            # Python prints and forgets what is raised in a finalizer, and a library may catch everything: the request stays, and the
+            # training that then begins saves and stops.
+            raise StoppedEarly(STOP_REASONS[self._signal])
 
     def code(self) -> int:
         late = self._deadline is not None and time.monotonic() > self._deadline - self.reserve_seconds

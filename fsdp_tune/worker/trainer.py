@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ from fsdp_tune.model.shard.wrap import begin_micro_batch
 from fsdp_tune.model.step import LossScale, auxiliary_loss_weight, forward_backward, loss_options
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.events import EarlyStopped, GradientSpike, PrecisionWarning, SpikeEvent
+from fsdp_tune.run.events import BestRestarted, EarlyStopped, GradientSpike, PrecisionWarning, SpikeEvent
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.run.records import ReadBack
-from fsdp_tune.worker.agreement import gather, stop_on
+from fsdp_tune.worker.agreement import from_rank0, gather, stop_on
+from fsdp_tune.worker.best import chosen_by, start_anew
 from fsdp_tune.worker.checkpoint.restore import (
     restore_model,
     restore_optimizer,
@@ -107,6 +109,8 @@ class FsdpTrainer(Trainer):
         self._step_tokens = 0  # over all ranks, padding left out
         self._audited = False
         self._last_line_step = 0
+        self._best_by: str | None = None
+        self._evaluated_step: int | None = None
         self._auxiliary_weight = auxiliary_loss_weight(parts.loaded.model)
         self._observers = [self.lines, self.gate, parts.rows, *observers]
         for each in self._observers:
@@ -122,6 +126,7 @@ class FsdpTrainer(Trainer):
         self.model_wrapped = self.wrapped
         optimizer = self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
+        self._best_by = from_rank0(lambda: chosen_by(self.args, self.parts.evals, self.parts.user_metrics), "reading the evaluation rows")
         if resume_from_checkpoint is not None:
             restore_model(self.checkpointer.live, resume_from_checkpoint)
             restore_optimizer(self.checkpointer.live, resume_from_checkpoint)
@@ -134,6 +139,13 @@ class FsdpTrainer(Trainer):
                 self.parts.scale.load_state_dict(own["loss_scale"])
             self.gate.skipped_steps = int(own.get("skipped_steps", 0))  # a checkpoint of an earlier version has none
             restore_schedule(self.lr_scheduler, self._updates)
+            is_same = self._compare_best(own.get("best_by"))
+            self._evaluated_step = self.state.global_step if own.get("evaluated", True) and is_same else None
+            self.args.eval_on_start = self._owes_evaluation()  # what the recipe has is for step 0
+            if self.state.global_step >= max_steps:
+                self._load_rng_state(resume_from_checkpoint)  # which the first step would do
+                if not Path(resume_from_checkpoint).parent.samefile(self.parts.run.path):
+                    self.checkpointer.last_step = None  # so that the run, which ends here, has the checkpoint in its own directory
         given = {"model": self.model, "optimizer": optimizer, "lr_scheduler": self.lr_scheduler, "train_dataloader": train_dataloader}
         for name, value in given.items():
             setattr(self.callback_handler, name, value)
@@ -143,6 +155,29 @@ class FsdpTrainer(Trainer):
         self.lines.start(self.state.global_step)
         self._last_line_step = self.state.global_step
         return self.wrapped, train_dataloader
+
+    def _compare_best(self, before: str | None) -> bool:
+        """Start the best anew if it was chosen `before` by another metric, or on other rows. A run that chooses none keeps it. Returns
+        whether it goes on."""
+        if before is None or before == self._best_by:
+            return True
+        if self._best_by is None:
+            self._best_by = before
+            return True
+        if message := start_anew(self.state, self.callback_handler.callbacks, before, self._best_by):
+            self.parts.metrics.event(BestRestarted(self.state.global_step, message))
+        return False
+
+    def _owes_evaluation(self) -> bool:
+        """Whether the last step of the run so far has to be evaluated, and was not: a stop leaves it out, or the recipe has changed."""
+        args, state, order = self.args, self.state, self.parts.rows.order
+        if not self.parts.evals or args.eval_strategy == "no" or self._evaluated_step == state.global_step:
+            return False
+        if state.global_step >= state.max_steps:
+            return True
+        if args.eval_strategy == "steps":
+            return state.global_step % state.eval_steps == 0 and args.eval_delay <= state.global_step
+        return order is not None and order.locate(state.global_step)[1] == 0 and args.eval_delay <= (state.epoch or 0.0)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -183,6 +218,9 @@ class FsdpTrainer(Trainer):
         return self.parts.rows.batches(workers=workers, pin_memory=pin, prefetch=prefetch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # the Trainer looks at neither before it has trained a step
+            return
         epoch, order = kwargs["epoch"], self.parts.rows.order
         self.parts.rows.set_epoch(epoch)
         if order is not None:
@@ -364,6 +402,17 @@ class FsdpTrainer(Trainer):
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
 
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:  # noqa: FBT001, FBT002
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        step = self.state.global_step
+        if skip_scheduler and step > 0:  # before the first step of a resumed run
+            is_best, is_last = self._determine_best_metric(metrics=metrics, trial=None), step >= self.state.max_steps
+            if is_last and is_best:
+                self.checkpointer.last_step = None  # so that it is saved again, with its own value as the best
+            if self.control.should_training_stop and not is_last:
+                self._end_early(step, None, None)
+        return metrics
+
     def evaluate(self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         started = time.monotonic()
         with self.parts.heartbeat.during("evaluating", self.state.global_step):
@@ -372,7 +421,7 @@ class FsdpTrainer(Trainer):
                 parts.recipe, self.wrapped, parts.evals, parts.collator, self.args.device, parts.user_metrics, parts.heartbeat.count
             )
         seconds = time.monotonic() - started
-        self.last_eval_loss = metrics["eval_loss"]
+        self.last_eval_loss, self._evaluated_step = metrics["eval_loss"], self.state.global_step
         self.log({**metrics, "eval_seconds": seconds})
         self.lines.leave_out(seconds)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -404,6 +453,8 @@ class FsdpTrainer(Trainer):
             "skipped_steps": self.gate.skipped_steps,
             "unwritten": list(self.parts.metrics.unwritten),
             "rows": self.parts.rows.state(),
+            "best_by": self._best_by,
+            "evaluated": self._evaluated_step == self.state.global_step,
         }
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

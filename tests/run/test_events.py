@@ -116,6 +116,7 @@ SHOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "step_skipped": ({"reason": "nan"}, ["step 7: step skipped (reason nan)"]),
     "tracker_failed": ({"message": "wandb hangs"}, ["warning: step 7: wandb hangs"]),
     "stopping": ({"reason": "interrupted"}, ["step 7: stopping (interrupted)"]),
+    "best_restarted": ({"message": "other rows"}, ["step 7: best restarted: other rows"]),
     "early_stopped": ({"message": "no better"}, ["step 7: early stopped: no better"]),
     "train_finished": ({}, []),
     "mirrored": (

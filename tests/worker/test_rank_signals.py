@@ -153,6 +153,18 @@ def test_used_up_cpu_time_before_training_ends_the_rank() -> None:
     assert stopped.value.reason is ExitReason.PREEMPTED
 
 
+@pytest.mark.usefixtures("_restored_handlers")
+def test_signal_whose_exception_is_swallowed_stops_the_training() -> None:
+    """What is raised in a finalizer is printed and forgotten."""
+    request = StopRequest()
+    request.install()
+
+    with pytest.raises(StoppedEarly):
+        os.kill(os.getpid(), signal.SIGTERM)
+    request.training = True
+    assert stop_request.STOP_REASONS[request.code()] is ExitReason.PREEMPTED
+
+
 @pytest.mark.parametrize(("is_supervised", "seconds"), [(True, 7 * 24 * 3600), (False, 30 * 60 + 300)])
 def test_a_collective_of_supervised_ranks_outlives_a_suspension(is_supervised: bool, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()) if is_supervised else "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -31,6 +33,7 @@ from fsdp_tune.run.directory import FULL_MODEL_FILE, SHARD_FOLDER
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.checkpoint.exchange import ScatteredFiles
 from fsdp_tune.worker.checkpoint.storage import BlocksOnHost, RestrictedReader
+from fsdp_tune.worker.stop_request import StoppedEarly
 
 OPTIMIZER_DIRECTORY = "optimizer_0"  # Accelerate's name, as SHARD_FOLDER is
 
@@ -95,6 +98,10 @@ class OwnState(TypedDict):
     """Lines of metrics.jsonl that could not be written."""
     rows: NotRequired[object]
     """What the training rows need beyond the step."""
+    evaluated: NotRequired[bool]
+    """Whether the step was evaluated before its checkpoint was saved."""
+    best_by: NotRequired[str | None]
+    """By what the best of trainer_state.json was chosen: `worker.best.chosen_by`."""
 
 
 class RankFile(TypedDict):
@@ -171,8 +178,22 @@ def _read_model(live: Live, directory: Path) -> None:
         _read_whole(state, directory, frozen)
     else:
         _check_names(state, directory / SHARD_FOLDER, frozen)
-        dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER, live.scattered))
+        with _stops_unwrapped():
+            dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER, live.scattered))
     set_model_state_dict(live.wrapped, {**state}, options=StateDictOptions(strict=False))
+
+
+@contextmanager
+def _stops_unwrapped() -> Iterator[None]:
+    """Raise the stop that a signal requests of any rank during `dcp.load`, which wraps whatever is raised on a rank in a
+    CheckpointException of all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, StoppedEarly):
+                raise cause from error
+        raise
 
 
 def _read_whole(state: dict[str, torch.Tensor], directory: Path, frozen: set[str]) -> None:
@@ -263,7 +284,8 @@ def _load_sharded(state: dict[str, dict[str, torch.Tensor]], directory: Path, sc
         return
     try:
         reader = RestrictedReader(directory / OPTIMIZER_DIRECTORY, scattered)
-        dcp.load({"optimizer": {"state": state}}, storage_reader=reader, planner=BlocksOnHost())
+        with _stops_unwrapped():
+            dcp.load({"optimizer": {"state": state}}, storage_reader=reader, planner=BlocksOnHost())
     except CheckpointException as error:  # a BaseException, and the same on every rank
         if not any(BLOCKS_CUT in str(cause) for cause, _ in error.failures.values()):
             raise
