@@ -10,7 +10,8 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.row_record import RowRecord, record_of
 from fsdp_tune.data.skipped_rows import NamedRow, SkippedRow
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.launch.command.resume import GLOBAL_BATCH, Change, Start, check, check_data, class_of_global_batch
+from fsdp_tune.launch.command.recipe_changes import GLOBAL_BATCH, Change, check, class_of_global_batch
+from fsdp_tune.launch.command.resume import Start, check_data
 from fsdp_tune.planner.predict.memory import total_steps
 from fsdp_tune.recipe.schema.effects import OnResume
 from fsdp_tune.recipe.schema.recipe import Recipe

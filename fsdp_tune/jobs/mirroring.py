@@ -31,7 +31,8 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.processes import StoppedBySignal
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.launch.command.resume import AUTO, Start, check, compare, parse_resolved
+from fsdp_tune.launch.command.recipe_changes import check, compare
+from fsdp_tune.launch.command.resume import AUTO, Start, parse_resolved
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import RunDir, best_so_far
 from fsdp_tune.run.manifest import digest_data

@@ -28,7 +28,8 @@ from fsdp_tune.jobs.options import TrainOptions
 from fsdp_tune.jobs.plan import keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.recipes import check_cache, resolve_recipe
 from fsdp_tune.launch.command.accelerate import LaunchPlan, launch_plan
-from fsdp_tune.launch.command.resume import Start, check, compare, decide_start, move_aside, read_resolved
+from fsdp_tune.launch.command.recipe_changes import check, compare
+from fsdp_tune.launch.command.resume import Start, decide_start, move_aside, read_resolved
 from fsdp_tune.launch.command.run_files import RunFiles, write_resized, write_run
 from fsdp_tune.launch.machines.channel import CountedBar
 from fsdp_tune.launch.machines.launches import Machines

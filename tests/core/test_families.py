@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from fsdp_tune.core import families
 from fsdp_tune.core.families import Fields, heads_by_layer, mean_heads, tie_setting, tied_candidates, widest_head
-from fsdp_tune.migrate.tools.llama_factory import LINE_ENDS
+from fsdp_tune.migrate.tools import llama_factory, swift_templates
 
 MODELS = Path(transformers.__file__).parent / "models"
 GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -41,7 +41,9 @@ MEAN_SOMETHING_ELSE = {
     "data/format/templates.py": {"qwen3", "mistral", "gemma3", "phi3"},  # chat templates, whose names users write
     "merge/read/reader.py": {"opt"},  # an entry of a checkpoint's header: the optimizer
     "migrate/general.py": {"gemma3"},
-    "migrate/tools/llama_factory.py": {*(LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},  # its templates
+    "migrate/tools/llama_factory.py": {*(llama_factory.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},  # its templates
+    "migrate/tools/swift_templates.py": {*(swift_templates.LINE_ENDS & CONFIG_MAPPING_NAMES.keys())},
+    "migrate/tools/torchtune.py": {"phi3", "qwen2"},  # its modules
     "planner/trace/recorder.py": {"clip"},  # a phase of a step: clipping
     "planner/trace/traced_step.py": {"clip"},
     "planner/trace_format.py": {"clip"},

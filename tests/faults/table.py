@@ -335,7 +335,7 @@ CHECKPOINT = (
     _row("F083", "p", 1, SURVIVED, "rotation killed at every operation", "faults/test_kill_points::rotation_killed_anywhere_shows_no_half_deleted_checkpoint"),
     _row(
         "F084", "r", 10, REFUSED, "a checkpoint of another model, data, seed, optimizer", "parity/test_resume::checkpoint_of_another_model_is_refused_by_name",
-        "launch/test_resume_diff::changed_keys_of_completed_steps_are_refused", "launch/test_resume_diff::all_refused_keys_are_reported_at_once",
+        "launch/test_recipe_changes::changed_keys_of_completed_steps_are_refused", "launch/test_recipe_changes::all_refused_keys_are_reported_at_once",
     ),
     _row("F085", "t", 11, REFUSED, "a run of another version; a checkpoint of Accelerate or the Trainer", "launch/test_resume::run_directory_of_another_version_is_named",
          "launch/test_resume::path_that_is_not_a_checkpoint_is_refused_naming_the_newest"),
@@ -360,7 +360,7 @@ RESUME = (
     _row("F096", "r", 5, SURVIVED, "generators of ranks on another world size", "faults/test_train::ranks_of_another_world_size_have_own_random_streams"),
     _row("F097", "r", 5, SURVIVED, "recomputation with dropout, resumed", "faults/test_train::recomputation_draws_same_dropout_masks_after_resume"),
     _row("F098", "r", 5, SURVIVED, "the recipe changed", "parity/test_resume::more_steps_continue_a_finished_run",
-         "launch/test_resume_diff::changed_keys_of_later_steps_are_accepted_and_reported", "launch/test_resume_diff::execution_and_logging_keys_may_change_on_resume"),
+         "launch/test_recipe_changes::changed_keys_of_later_steps_are_accepted_and_reported", "launch/test_recipe_changes::execution_and_logging_keys_may_change_on_resume"),
     _row("F099", "r", 5, SURVIVED, "metrics beyond the checkpoint, torn, missing", "faults/test_train::metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once",
          "worker/observe/test_metrics::resumed_file_is_truncated_to_the_checkpoint"),
     _row("F100", "r", 4, SURVIVED, "five crashes in a row", "faults/test_train::five_crashes_in_a_row_lose_nothing",

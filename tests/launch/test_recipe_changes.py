@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.command.resume import check, compare
+from fsdp_tune.launch.command.recipe_changes import check, compare
 from fsdp_tune.recipe.schema.effects import OnResume
 from fsdp_tune.recipe.schema.keys import effect_of
 from fsdp_tune.recipe.schema.recipe import Recipe
