@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from fsdp_tune.cluster.mirror import writer
 from fsdp_tune.cluster.mirror.remote_run import MirrorIdentity, RemoteCheckpoint, RemoteRun, fetch_checkpoint
 from fsdp_tune.cluster.mirror.send import Sender, follow
 from fsdp_tune.cluster.mirror.writer import Writer
@@ -18,7 +19,10 @@ from fsdp_tune.run.remote_files import RemoteDirectory
 
 
 class Crash(BaseException):
-    """The process that sends is killed here."""
+    """The process that sends is killed here. No claim of it is kept any longer, as this one would know of its own."""
+
+    def __init__(self) -> None:
+        writer._KEPT.clear()
 
 
 def make_run(path: Path, identity: str = "one") -> RunDir:
