@@ -19,7 +19,7 @@ from typing import Literal
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.files import open_regular
-from fsdp_tune.core.tensors.weight_files import UnusableIndexError, find_weight_list
+from fsdp_tune.core.tensors.weight_files import UnusableIndexError, list_directory
 from fsdp_tune.core.units import KIB
 from fsdp_tune.recipe.schema.sections import Model
 from fsdp_tune.run.records import Document, Environment
@@ -141,13 +141,9 @@ def digest_of_weights(folder: Path) -> str:
 
 def weights_in(folder: Path) -> list[Path]:
     """Return the weight files of a local directory, also those below it that its index names."""
-
-    def read(file: str) -> bytes | None:
-        return path.read_bytes() if (path := folder / file).is_file() else None
-
     found = {file for pattern in WEIGHT_FILES for file in folder.glob(pattern)}
     with contextlib.suppress(UnusableIndexError):
-        listed = find_weight_list(lambda file: (folder / file).is_file(), read)
+        listed = list_directory(folder)
         found |= {path for file in (listed.files if listed is not None else ()) if (path := folder / file).is_file()}
     return sorted(found)
 

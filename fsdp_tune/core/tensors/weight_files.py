@@ -1,4 +1,4 @@
-"""Which files of a model directory hold its weights, and which of them holds which tensor. Pure.
+"""Which files of a model directory hold its weights, and which of them holds which tensor.
 
 The order is that of transformers (`_get_resolved_checkpoint_files`, modeling_utils.py, 5.24): the file that config.json names
 (`transformers_weights`), `model.safetensors`, the index of its parts, and the same two of `torch.save`. The first one that is there is
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from fsdp_tune.core.files import is_inside
+from fsdp_tune.core.files import is_inside, read_regular
 from fsdp_tune.core.tensors.file_formats import without_duplicates
 from fsdp_tune.core.values import as_mapping, is_mapping
 
@@ -106,6 +107,15 @@ def find_weight_list(has: Callable[[str], bool], read: Callable[[str], bytes | N
     if (index := read(first)) is None:
         raise UnusableIndexError(CONFIG, f"its `{NAMED_KEY}` is `{first}`, which is not there")
     return WeightList(first, read_index(index, first))
+
+
+def list_directory(folder: Path) -> WeightList | None:
+    """Return the files of the weights in a local directory. Raises: UnusableIndexError; usage error for an index that is too large."""
+
+    def read(file: str) -> bytes | None:
+        return read_regular(path, most_bytes=MAX_INDEX_BYTES) if (path := folder / file).is_file() else None
+
+    return find_weight_list(lambda file: (folder / file).is_file(), read)
 
 
 def first_file(has: Callable[[str], bool], config: bytes | None, *, pickled: bool = True) -> str | None:

@@ -227,7 +227,7 @@ class Supervisor:
         for line in metrics.read():
             if isinstance(event := read_event(line), TrainStarted):
                 self.has_trained, self._total_steps = True, event.total_steps
-            self._step_seconds = line.get("step_seconds", self._step_seconds)
+            self._step_seconds = number(line.get("step_seconds", self._step_seconds))
             self._last_logged_step = max(self._last_logged_step, _step_of(line))
             yield Logged(line)
 
@@ -314,7 +314,7 @@ class Supervisor:
         if not self._is_announced:
             watch.read_all()
             self._is_announced = True
-            what = stop_line(list(watch.beats.values()), self._total_steps, number(self._step_seconds))
+            what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
             limit = " (the limit of CPU time, `ulimit -t`)" if first == signal.SIGXCPU else ""
             yield Message(f"{signal.Signals(first).name}{limit}: {what}; a second signal stops at once, without saving")
         if self._relay is not None and (text := self._relay.help(watch.alive)) is not None:

@@ -15,19 +15,17 @@ from fsdp_tune.core.files import read_regular
 from fsdp_tune.core.tensors.dtypes import DTYPES, DType
 from fsdp_tune.core.tensors.encoded import Encoded, StoredType
 from fsdp_tune.core.tensors.encodings import find_encodings, is_of_activations, settings_of_files
+from fsdp_tune.core.tensors.weight_files import UnusableIndexError, list_directory
 from fsdp_tune.core.values import as_mapping
 from fsdp_tune.merge.companions import CONFIG_NAME, MAX_CONFIG_BYTES, fetch_model, read_folder
 from fsdp_tune.merge.read.contents import as_error, missing_parts, read_pickled, read_tensors
 from fsdp_tune.merge.read.reader import EncodedTensor, SourceFiles, SourceTensor
-from fsdp_tune.merge.read.safetensors_files import MAX_INDEX_BYTES
 from fsdp_tune.merge.source import Format, Selection, find_weights
 from fsdp_tune.run.base_model import TENSORS_FILE, BaseRecord, describe_base
 
 if TYPE_CHECKING:
     from fsdp_tune.model.model_files import ModelFacts
     from fsdp_tune.recipe.schema.recipe import Recipe
-
-_PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 def record_of_base(selection: Selection) -> BaseRecord:
@@ -70,10 +68,13 @@ def has_weights(folder: Path) -> bool:
 
 def _pickled_shards(folder: Path) -> tuple[str, ...]:
     """Return the files of an index of pickled weights, which transformers loads one after the other; none with files of other folders."""
-    index = folder / _PICKLED_INDEX
-    found = as_mapping(json.loads(read_regular(index, most_bytes=MAX_INDEX_BYTES))) if index.is_file() else {}
-    names = sorted({str(name) for name in as_mapping(found.get("weight_map")).values()})
-    return tuple(names) if all("/" not in name and (folder / name).is_file() for name in names) else ()
+    try:
+        listed = list_directory(folder)
+    except UnusableIndexError:
+        return ()
+    if listed is None or not (listed.is_pickled and listed.has_index):
+        return ()
+    return listed.files if all("/" not in name and (folder / name).is_file() for name in listed.files) else ()
 
 
 def _decoded(tensors: Mapping[str, SourceTensor], folder: Path) -> ReadBase:

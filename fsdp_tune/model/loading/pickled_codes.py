@@ -1,6 +1,6 @@
-"""Refuse quantised weights in files of `torch.save`: transformers would cast their codes to floats, and training would start from those.
+"""Refuse quantised weights in files of `torch.save`, since they are decoded from safetensors alone.
 
-Quantised weights are decoded from safetensors files alone.
+transformers would cast their codes to floats, and training would start from those.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.core.tensors.file_formats import MAX_HEADER_BYTES, WEIGHTS_FILE
-from fsdp_tune.core.tensors.weight_files import CONFIG, NAMED_KEY, UnusableIndexError, find_weight_list
+from fsdp_tune.core.tensors.weight_files import CONFIG, NAMED_KEY, UnusableIndexError, list_directory
 from fsdp_tune.recipe.schema.recipe import Recipe
 from fsdp_tune.run.directory import run_of
 
@@ -31,11 +31,8 @@ def check_weight_files(recipe: Recipe) -> list[Problem]:
 
 
 def _check_model(folder: Path) -> list[Problem]:
-    def read(file: str) -> bytes | None:
-        return path.read_bytes() if (path := folder / file).is_file() else None
-
     try:
-        listed = find_weight_list(lambda file: (folder / file).is_file(), read)
+        listed = list_directory(folder)
     except UnusableIndexError as error:
         file = folder / error.file
         message = f"the files of the weights cannot be found: {error}"
