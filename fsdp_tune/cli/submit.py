@@ -147,7 +147,7 @@ def _check_output(options: KubernetesOptions | CloudOptions, *, print_only: bool
 def kubernetes(screen: Screen, recipe: NamedRecipe, options: KubernetesOptions, print_only: PrintOnly = False) -> None:
     """Write the manifest of a recipe for Kubernetes: the recipe, the job and its network in one file. Submits nothing.
 
-    Mistakes (exit codes 2, 3 and 4) end the job; a preempted, stopped (143) or lost run is started again from its newest checkpoint.
+    Exit codes 2, 3 and 4 end the job. A preempted, stopped (143) or lost run is started again from its newest checkpoint.
 
     \b
     Example:
