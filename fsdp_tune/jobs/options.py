@@ -253,7 +253,7 @@ class CompareOptions:
         float | None,
         Option(
             "Relative difference that counts as equal [default: 1e-6; with --python 1e-4, in half precision 0.02; "
-            "between lines of two runs 1e-5, in half precision 0.001; with a server 0.02, the mean difference of log-probabilities].",
+            "between lines of two runs 1.5e-5, in half precision 0.001; with a server 0.02, the mean difference of log-probabilities].",
             metavar="X",
         ),
     ] = None
