@@ -68,7 +68,9 @@ def slurm(
         raise usage_error("usage", "`--follow` shows a single run", hint="`fsdp-tune status DIR --watch` shows all runs of a sweep")
     if drill:
         if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
-            raise usage_error("usage", "`--drill` trains its own recipe", hint="leave out the recipe; only options for the size of the job apply")
+            raise usage_error(
+                "usage", "`--drill` trains its own recipe", hint="leave out the recipe; only options for the size of the job apply"
+            )
         _drill(screen, options, slurm_options, list(recipe.overrides))
     screen.phase("reading the recipe")
     made = submission(

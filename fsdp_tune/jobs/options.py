@@ -181,7 +181,8 @@ class PlanOptions:
     ] = None
     exact: Annotated[bool, Option("Trace every decoder layer instead of repeating the middle ones.")] = False
     search: Annotated[
-        bool, Option("Plan only this recipe, without a ranking and a scaling table.", flags=("--no-search",), read=operator.not_, typed=bool)
+        bool,
+        Option("Plan only this recipe, without a ranking and a scaling table.", flags=("--no-search",), read=operator.not_, typed=bool),
     ] = True
     write: Annotated[Path | None, Option("Write the best recipe, with the reasons as comments.", metavar="FILE")] = None
     calibrate: Annotated[Path | None, Option("Measure this GPU's speed from the metrics of a finished run.", metavar="RUN")] = None
@@ -196,10 +197,15 @@ class MeasureOptions:
     """What `plan` measures on this machine."""
 
     measure: Annotated[
-        int | None, Option("Train the N best recipes for a few steps on this machine, and rank them by measured speed.", metavar="N", minimum=1)
+        int | None,
+        Option("Train the N best recipes for a few steps on this machine, and rank them by measured speed.", metavar="N", minimum=1),
     ] = None
-    measure_steps: Annotated[int, Option("With --measure: measured steps of each recipe, after two that do not count.", metavar="N", minimum=1)] = 5
-    minutes: Annotated[float | None, Option("With --measure: start no measurement that would end after this time.", metavar="MINUTES")] = None
+    measure_steps: Annotated[
+        int, Option("With --measure: measured steps of each recipe, after two that do not count.", metavar="N", minimum=1)
+    ] = 5
+    minutes: Annotated[float | None, Option("With --measure: start no measurement that would end after this time.", metavar="MINUTES")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,11 @@ def compare_with_server(a: str, url: str, options: CompareOptions, observer: Obs
     Raises: FsdpTuneError for a model or prompts that cannot be read, and a server that cannot be reached or answers otherwise.
     """
     if is_url(a):
-        raise usage_error("usage", f"A is a server, `{a}`; pass the run or model that it serves as A, and the server as B", hint=f"fsdp-tune compare RUN {url}")
+        raise usage_error(
+            "usage",
+            f"A is a server, `{a}`; pass the run or model that it serves as A, and the server as B",
+            hint=f"fsdp-tune compare RUN {url}",
+        )
     prompts = read_prompts(str(options.prompts)) if options.prompts is not None else _prompts_of_run(a)
     observer.phase(f"connecting to {url}")
     server = OpenAIServer(url, key_of(options.api_key_env), options.served_model)

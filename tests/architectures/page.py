@@ -16,10 +16,11 @@ _RANDOM = {"phimoe": "the router draws experts at random in training (`sparsemix
 SHOWN = 160
 _INTRODUCTION = """# Models
 
-This page lists which of the {tried} architectures that transformers {transformers} has for causal language modelling can be trained. Each was
-tried in tiny form: random weights, the sizes of `fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with `fsdp.activation_checkpointing: full` and
-`kernels.loss: chunked`. [models.json](../evidence/data/models.json) has the numbers and messages of each. `scripts/test --suite models --write`
-measures them and writes this page. Architectures with code outside of transformers (`trust_remote_code`) were not tried.
+This page lists which of the {tried} architectures that transformers {transformers} has for causal language modelling can be trained.
+Each was tried in tiny form: random weights, the sizes of `fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with
+`fsdp.activation_checkpointing: full` and `kernels.loss: chunked`. [models.json](../evidence/data/models.json) has the numbers and
+messages of each. `scripts/test --suite models --write` measures them and writes this page. Architectures with code outside of
+transformers (`trust_remote_code`) were not tried.
 
 {counts} For an architecture that trains:
 
