@@ -117,10 +117,10 @@ def _print_version(is_given: bool) -> None:
 def fsdp_tune(
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    """Fine-tune causal language models with PyTorch FSDP: one YAML recipe, and proof that the run matches it.
+    """Fine-tune causal language models with PyTorch FSDP from one YAML recipe, and check that the run matches it.
 
     \b
-    Example: train the embedded recipe on two CPU ranks, without network:
+    Example: train a small GPT-2 on two CPU ranks, without GPU or network:
         fsdp-tune train --config gpt2_smoke
     """
 

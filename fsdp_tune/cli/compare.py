@@ -199,7 +199,7 @@ def _show_steps(screen: Screen, found: CompareAnswer) -> None:
         if found.rows_of_step is not None:
             _print(screen, "  its rows: ", found.rows_of_step)
     if (step := found.first_bits) is not None and step != found.first_step:
-        _print(screen, "first other bits: ", f"step {step.step}, {step.field}")
+        _print(screen, "first difference in bits: ", f"step {step.step}, {step.field}")
 
 
 def _note(stage: ComparedStage) -> str:

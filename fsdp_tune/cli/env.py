@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @verb
 def env(screen: Screen) -> None:
-    """Show versions, devices, interconnect, limits, and known-bad combinations.
+    """Show versions, devices, interconnect, limits, and combinations of versions with known problems.
 
     Queries torch in a child process; changes nothing.
 

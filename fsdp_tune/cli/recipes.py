@@ -153,12 +153,12 @@ def import_config(
     ],
     options: ImportOptions,
 ) -> None:
-    """Convert a configuration of another trainer into a recipe, and account for every key of the file.
+    """Convert a configuration of another trainer into a recipe, and list what becomes of every key of the file.
 
-    Each key is kept, converted, computed from several keys, or dropped with the reason. What remains is a question:
-    a `# DECIDE:` line in the recipe.
+    Each key is kept, converted, computed from several keys, or dropped with the reason. What cannot be decided is a
+    question: a `# DECIDE:` line in the recipe.
 
-    With --check, exit code 1 means that the comparison shows a difference, and 6 that nothing could be compared.
+    With --check, exit code 1 means that the comparison found a difference, and 6 that too little could be compared.
     The recipe is written in both cases.
 
     \b

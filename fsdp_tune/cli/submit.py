@@ -68,7 +68,9 @@ def slurm(
         raise usage_error("usage", "`--follow` shows a single run", hint="`fsdp-tune status DIR --watch` shows all runs of a sweep")
     if drill:
         if recipe.recipe or recipe.config or recipe.name or print_only or follow or sweep or options.again:
-            raise usage_error("usage", "`--drill` trains a recipe of its own", hint="leave out the recipe, and options but its size")
+            raise usage_error(
+                "usage", "`--drill` trains its own recipe", hint="leave out the recipe; only options for the size of the job apply"
+            )
         _drill(screen, options, slurm_options, list(recipe.overrides))
     screen.phase("reading the recipe")
     made = submission(
@@ -147,7 +149,7 @@ def _check_output(options: KubernetesOptions | CloudOptions, *, print_only: bool
 def kubernetes(screen: Screen, recipe: NamedRecipe, options: KubernetesOptions, print_only: PrintOnly = False) -> None:
     """Write the manifest of a recipe for Kubernetes: the recipe, the job and its network in one file. Submits nothing.
 
-    Mistakes (exit codes 2, 3 and 4) end the job; a preempted, stopped (143) or lost run is started again from its newest checkpoint.
+    Exit codes 2, 3 and 4 end the job. A preempted, stopped (143) or lost run is started again from its newest checkpoint.
 
     \b
     Example:

@@ -99,7 +99,7 @@ def plan(
 ) -> None:
     """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit.
 
-    Starts nothing, unless `--measure` trains the best recipes of the ranking for a few steps on this machine.
+    Nothing is trained, unless `--measure` trains the best recipes of the ranking for a few steps on this machine.
     The exit code is 0 even if the recipe does not fit; `fits` is yes, tight or no.
 
     \b
@@ -239,8 +239,8 @@ def train(
 ) -> None:
     """Fine-tune a model as a recipe describes, and merge the result into an ordinary model directory.
 
-    Exit codes: 0 finished, 1 failed, 2 recipe or usage, 3 out of device memory, 4 non-finite, 5 hang or lost rank,
-    130 Ctrl-C after saving, 143 saved and stopped. A sweep ends with the code of its first failure.
+    Exit codes: 0 finished, 1 failed, 2 recipe or usage, 3 out of device memory, 4 NaN or infinity, 5 hang or
+    lost rank, 130 Ctrl-C after saving, 143 saved and stopped. A sweep ends with the code of its first failure.
     Arguments after `--` go to `accelerate launch`.
 
     \b

@@ -363,7 +363,7 @@ class PreparedSet:
         """Return a notice if the bootstrap has too few rows; Wilson's and McNemar's methods hold for any number."""
         if self._is_match or len(self._used) >= FEW_ROWS:
             return []
-        message = f"the interval of `{self.label}` is too narrow: a bootstrap of {len(self._used)} rows knows no others"
+        message = f"the interval of `{self.label}` is too narrow: a bootstrap of {len(self._used)} rows underestimates the variance"
         return [Notice("few-rows", message, hint=f"evaluate {FEW_ROWS} rows or more")]
 
     def cut_answers(self, models: Sequence[ModelToEvaluate]) -> list[Notice]:

@@ -140,7 +140,7 @@ def _answers(plain: ImportedRecipe, overrides: Sequence[str]) -> list[str]:
 
 def nothing_to_check() -> FsdpTuneError:
     return usage_error(
-        "import-check", "`--check` compares the file with the recipe that is written, and none is", hint="--output recipe.yaml"
+        "import-check", "`--check` compares the file with the written recipe, and `--output` is missing", hint="--output recipe.yaml"
     )
 
 

@@ -33,7 +33,7 @@ class Allowed:
     variables: Annotated[
         Sequence[str],
         Option(
-            "Allow `launch.env` to set this variable, which is not known to be a plain setting. Repeatable.",
+            "Allow `launch.env` to set this variable, which may make programs run other code. Repeatable.",
             flags=("--allow-env",),
             metavar="NAME",
         ),
@@ -62,8 +62,8 @@ VerifyData = Annotated[bool, Option("Hash all data files, even if their size and
 
 @dataclass(frozen=True, slots=True)
 class ValidateOptions:
-    strict: Annotated[bool, Option("Count keys that have no effect as errors.")] = False
-    offline: Annotated[bool, Option("Do not contact the hub; list the checks that need it as not checked.")] = False
+    strict: Annotated[bool, Option("Treat keys that have no effect as errors.")] = False
+    offline: Annotated[bool, Option("Do not contact the hub; checks that need it are listed as not checked.")] = False
     allowed: Allowed = Allowed()
 
 
@@ -177,11 +177,12 @@ class PlanOptions:
     ] = None
     target: Annotated[
         Target | None,
-        Option("Rank other recipes too: fastest (default of --write), cheapest (fewer GPUs allowed), largest-context."),
+        Option("How recipes are ranked: fastest (the default), cheapest (also on fewer GPUs), largest-context."),
     ] = None
     exact: Annotated[bool, Option("Trace every decoder layer instead of repeating the middle ones.")] = False
     search: Annotated[
-        bool, Option("Plan only this recipe: no alternatives, no scaling table.", flags=("--no-search",), read=operator.not_, typed=bool)
+        bool,
+        Option("Plan only this recipe, without a ranking and a scaling table.", flags=("--no-search",), read=operator.not_, typed=bool),
     ] = True
     write: Annotated[Path | None, Option("Write the best recipe, with the reasons as comments.", metavar="FILE")] = None
     calibrate: Annotated[Path | None, Option("Measure this GPU's speed from the metrics of a finished run.", metavar="RUN")] = None
@@ -196,10 +197,15 @@ class MeasureOptions:
     """What `plan` measures on this machine."""
 
     measure: Annotated[
-        int | None, Option("Train the N best recipes for a few steps here, and rank what was measured.", metavar="N", minimum=1)
+        int | None,
+        Option("Train the N best recipes for a few steps on this machine, and rank them by measured speed.", metavar="N", minimum=1),
     ] = None
-    measure_steps: Annotated[int, Option("Steps that count, after two that do not.", metavar="N", minimum=1)] = 5
-    minutes: Annotated[float | None, Option("Begin no measurement that would end later.", metavar="MINUTES")] = None
+    measure_steps: Annotated[
+        int, Option("With --measure: measured steps of each recipe, after two that do not count.", metavar="N", minimum=1)
+    ] = 5
+    minutes: Annotated[float | None, Option("With --measure: start no measurement that would end after this time.", metavar="MINUTES")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +222,7 @@ class RehearseOptions:
         int | None,
         Option("Number of ranks [default: 2; 4 if the recipe shards in groups or its ranks share rows].", metavar="N", minimum=1),
     ] = None
-    parity: Annotated[bool, Option("Instead, compare every switch (strategy, checkpointing, offload …) with one device.")] = False
+    parity: Annotated[bool, Option("Instead, compare every FSDP switch (strategy, checkpointing, offload …) with one device.")] = False
     allowed: Allowed = Allowed()
 
 
@@ -253,7 +259,7 @@ class CompareOptions:
         float | None,
         Option(
             "Relative difference that counts as equal [default: 1e-6; with --python 1e-4, in half precision 0.02; "
-            "between lines of two runs 1e-5, in half precision 0.001; with a server 0.02, the mean difference of log-probabilities].",
+            "between lines of two runs 1.5e-5, in half precision 0.001; with a server 0.02, the mean difference of log-probabilities].",
             metavar="X",
         ),
     ] = None
@@ -300,7 +306,7 @@ class NewRecipeOptions:
     method: Annotated[Literal["auto", Method], Option("What to train; auto: all parameters if that fits, else LoRA, else QLoRA.")] = "auto"
     split: Annotated[str | None, Option("Split of a hub data set [default: train].")] = None
     max_length: Annotated[int, Option("Largest number of tokens in a row.", metavar="N", minimum=1)] = 2048
-    global_batch_size: Annotated[int, Option("Rows of a step over all GPUs.", metavar="N", minimum=1)] = 64
+    global_batch_size: Annotated[int, Option("Rows in a step, over all GPUs.", metavar="N", minimum=1)] = 64
     output: Annotated[Path, Option("The recipe.", flags=("--output", "-o"), metavar="FILE")] = Path("recipe.yaml")
 
 
@@ -321,7 +327,7 @@ class ImportOptions:
         Sequence[str],
         Option("Set a key that FILE lacks, or replace its value. Repeatable.", flags=("--set",), metavar="KEY=VALUE"),
     ] = ()
-    check: Annotated[bool, Option("Then compare FILE with `--output`, as `fsdp-tune compare` does.")] = False
+    check: Annotated[bool, Option("Compare FILE with the written recipe, as `fsdp-tune compare` does.")] = False
     allowed: Annotated[Allowed, Only(("remote_code",))] = Allowed()
 
 
@@ -376,7 +382,7 @@ class EvaluateOptions:
         int | None,
         Option("Processes that share the rows, each with the model [default: one per GPU; 1 on the CPU].", metavar="N", minimum=1),
     ] = None
-    batch_size: Annotated[int, Option("Rows of one forward pass.", metavar="N", minimum=1)] = 8
+    batch_size: Annotated[int, Option("Rows in one forward pass.", metavar="N", minimum=1)] = 8
     device: Annotated[DeviceKind, Option("auto = the accelerator of this machine, else cpu.")] = "auto"
     dtype: Annotated[LoadedDtype, Option("Type of the weights; auto = as stored.")] = "auto"
     out: Annotated[Path | None, Option("Write prompt, prediction, target and score of each row.", metavar="FILE")] = None

@@ -185,7 +185,11 @@ def compare_with_server(a: str, url: str, options: CompareOptions, observer: Obs
     Raises: FsdpTuneError for a model or prompts that cannot be read, and a server that cannot be reached or answers otherwise.
     """
     if is_url(a):
-        raise usage_error("usage", f"A is a server, `{a}`: what it should serve is not given", hint=f"fsdp-tune compare RUN {url}")
+        raise usage_error(
+            "usage",
+            f"A is a server, `{a}`; pass the run or model that it serves as A, and the server as B",
+            hint=f"fsdp-tune compare RUN {url}",
+        )
     prompts = read_prompts(str(options.prompts)) if options.prompts is not None else _prompts_of_run(a)
     observer.phase(f"connecting to {url}")
     server = OpenAIServer(url, key_of(options.api_key_env), options.served_model)
@@ -209,7 +213,7 @@ def _prompts_of_run(name: str) -> list[AskedPrompt]:
     hint = "`--prompts FILE`: rows with `messages`, `prompt` or `text`, or a text file with a prompt on each line"
     run = run_of(Path(name)) if Path(name).is_dir() else None
     if run is None:
-        raise usage_error("compare-prompts", f"`{name}` is not a run, so it has no prompts to ask", hint=hint)
+        raise usage_error("compare-prompts", f"`{name}` is not a run, so it has no prompts to send", hint=hint)
     source = find_source(read_resolved(run).data.train[0].model_copy(update={"max_rows": PROMPTS_OF_A_RUN}), "data.train[0]")
     found: list[AskedPrompt] = []
     for file, row in islice(source.read(), PROMPTS_OF_A_RUN):
@@ -220,7 +224,7 @@ def _prompts_of_run(name: str) -> list[AskedPrompt]:
             found.append(AskedPrompt((prompt_of_row(row[1], is_line=False),), where))
         except RowError as error:
             raise usage_error(
-                "compare-prompts", f"the rows of the run cannot be asked as they are: {error}", where=where, hint=hint
+                "compare-prompts", f"the rows of the run cannot be sent as prompts: {error}", where=where, hint=hint
             ) from error
     if not found:
         raise usage_error("compare-prompts", f"the first source of `{name}` has no rows", hint=hint)

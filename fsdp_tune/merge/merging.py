@@ -218,8 +218,8 @@ def _check_base_weights(options: MergeOptions, adapter: Adapter | None) -> None:
     if options.base_weights is not None and (adapter is None or adapter.base_weights is None):
         raise usage_error(
             "merge-4-bits",
-            f"`--base-weights {options.base_weights}`: the adapter was not trained on weights in 4 bits, or the source does not tell",
-            hint="leave the option out; of such a run it takes RUN or RUN/checkpoint-N",
+            f"`--base-weights {options.base_weights}`: the adapter was not trained on weights in 4 bits, or the source does not record it",
+            hint="leave the option out, or pass the run itself: RUN or RUN/checkpoint-N",
         )
 
 

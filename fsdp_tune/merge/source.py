@@ -245,8 +245,8 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
             "merge-nothing-found",
             "this kind of file is not supported",
             where=Where(str(source)),
-            hint=f"of files, what `torch.save` wrote ({', '.join(PICKLE_ENDINGS)}) and safetensors by the name `{SINGLE_NAME}` are read; "
-            "of all else give the directory",
+            hint=f"files that can be merged: those of `torch.save` ({', '.join(PICKLE_ENDINGS)}) and `{SINGLE_NAME}`; "
+            "for all others, pass their directory",
         )
     inside = sorted(source.iterdir())
     below = sorted((path for path in folders_in(source) if find_weights(path)), key=lambda path: checkpoint_step(path) or 0)

@@ -16,10 +16,11 @@ _RANDOM = {"phimoe": "the router draws experts at random in training (`sparsemix
 SHOWN = 160
 _INTRODUCTION = """# Models
 
-{tried} architectures that transformers {transformers} lists for causal language modelling, in tiny form: random weights, the sizes of
-`fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with `fsdp.activation_checkpointing: full` and `kernels.loss: chunked`.
-[models.json](../evidence/data/models.json) has the numbers and messages of each; `scripts/test --suite models --write` measures them and
-writes this page. Architectures with code of their own outside transformers (`trust_remote_code`) were not tried.
+This page lists which of the {tried} architectures that transformers {transformers} has for causal language modelling can be trained.
+Each was tried in tiny form: random weights, the sizes of `fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with
+`fsdp.activation_checkpointing: full` and `kernels.loss: chunked`. [models.json](../evidence/data/models.json) has the numbers and
+messages of each. `scripts/test --suite models --write` measures them and writes this page. Architectures with code outside of
+transformers (`trust_remote_code`) were not tried.
 
 {counts} For an architecture that trains:
 
@@ -29,10 +30,10 @@ writes this page. Architectures with code of their own outside transformers (`tr
 - greedy generation from it equals transformers' `generate`.
 """
 _UNREACHED = """Examples have at most {longest_row} tokens. Within them a sliding window is full attention, the top-k of an
-indexer selects every token, and a recurrence has one chunk. So the losses above say nothing about these fields of the configuration,
-which have the default of the architecture. Names by field:"""
-_LATER_PACKED = """Most of these may be packed since then: [Packing of hybrids](../evidence/packing.md) has the figures, and the refusals
-that remain."""
+indexer selects every token, and a recurrence has one chunk. So the losses above do not test these fields of the configuration,
+which have the default of the architecture:"""
+_LATER_PACKED = """These results are older than the packing of hybrids. Most of these models can be packed now:
+[Packing of hybrids](../evidence/packing.md) has the figures, and the models that are still refused."""
 _NOTES = {
     "index_topk": "with `index_topk: 8`, measured on its own with transformers 5.24, `deepseek_v32` and `glm_moe_dsa` follow the plain "
     "loop within 1e-7 too; but a selection is not continuous, and where rounding or padding changes it, losses may differ by 1e-4 and more"
@@ -63,7 +64,7 @@ def page(results: Results, _previous: str = "") -> str:
     lines += [
         "## Load-balancing loss",
         "",
-        "It is one of the gradients that the losses verify, with coefficient 0.1. It is computed for each",
+        "The losses above also verify its gradients, with coefficient 0.1. It is computed for each",
     ]
     lines += [f"example, so that it does not depend on the batch: {_names(balanced)}.", ""]
     lines += ["## What the tiny form does not exercise", "", _UNREACHED.format(**results.about), ""]

@@ -133,7 +133,7 @@ def test_check_compares_the_file_with_the_written_recipe(tmp_path: Path, monkeyp
 def test_check_without_a_written_recipe_is_exit_2_and_nothing_is_printed(source: Path) -> None:
     done = invoke("import", str(source), "--check")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "`--check` compares the file with the recipe that is written" in done.stderr
+    assert "`--check` compares the file with the written recipe" in done.stderr
 
 
 def test_set_answers_in_the_same_command_and_a_wrong_one_writes_nothing(tmp_path: Path) -> None:

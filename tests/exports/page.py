@@ -10,20 +10,20 @@ from tests.evidence import Evidence, Results, table
 
 _INTRODUCTION = """# Exports in older stacks
 
-A tiny model of each causal-LM architecture that transformers {new} and {old} both have is exported as a run exports it: a merged
-model and a PEFT adapter. Each is loaded by both versions, {old} in an environment of its own, and compared: logits (1e-5 of the
-largest), token ids, special tokens and chat template, and generation settings. [exports.json](../evidence/data/exports.json) has the
-result of each; `scripts/test --suite exports --write` measures them and writes this page.
+A tiny model of each causal-LM architecture that transformers {new} and {old} both have is exported in the same way as by a run, as a
+merged model and as a PEFT adapter. Both versions load each export, {old} in a separate environment. The test compares logits (1e-5 of
+the largest), token ids, special tokens and chat template, and generation settings. [exports.json](../evidence/data/exports.json) has
+the result of each; `scripts/test --suite exports --write` measures them and writes this page.
 
 {counts}
 
-Config, tokenizer and generation settings have the spelling of the base, and
-changed facts those of both versions. Names and shapes of weights are those of the base's files: where version 5 stacks the weights of
-experts or renames a module, they are written as one tensor for each expert and under the older name. An adapter of stacked experts
-(`lora.target_parameters`) is for transformers 5 alone: in transformers 4 the experts are modules, and PEFT 0.21 loads the adapter without
-them and computes other logits. Its merged model is equal in both.
+Config, tokenizer and generation settings keep the field names of the base; changed values are written under the names of both versions.
+Names and shapes of weights are those of the base's files: where version 5 stacks the weights of experts or renames a module, they are
+written as one tensor for each expert and under the older name. An adapter of stacked experts (`lora.target_parameters`) works only in
+transformers 5: in transformers 4 the experts are modules, and PEFT 0.21 loads the adapter without them and computes other logits. Its
+merged model is equal in both.
 
-vLLM, by its source, reads an export through the transformers that is installed with it. It was not run.
+By its source, vLLM reads an export through the transformers that is installed with it. This was not run.
 
 ## Different
 

@@ -85,7 +85,7 @@ def test_check_finds_what_the_written_recipe_has_changed(tmp_path: Path) -> None
 
 
 def test_check_needs_a_written_recipe(source: Path) -> None:
-    with pytest.raises(fsdp_tune.FsdpTuneError, match="and none is"):
+    with pytest.raises(fsdp_tune.FsdpTuneError, match="`--output` is missing"):
         check_import(fsdp_tune.import_recipe(source))
 
 

@@ -368,7 +368,7 @@ class Machines:
         if first is None or first.life != self._report.life or first.launch <= self._report.launch:
             return None
         return Problem(
-            "machine-lost", "machine 0 has ended this launch and begun another", hint="the network between the machines failed for a time"
+            "machine-lost", "machine 0 has ended this launch and started another", hint="the network between the machines failed for a time"
         )
 
     def stopped_elsewhere(self) -> ExitReason | None:

@@ -92,7 +92,7 @@ def read_foreign(path: Path, tool: str | None = None) -> ForeignFile:
     found.tool = found.tool or tool_of(found.values) or ""
     if not found.tool:
         names = ", ".join(OPTION_NAMES)
-        message = f"this is not recognised as the configuration of another trainer; keys that tell it: {tried(found.values)}"
+        message = f"this is not recognised as the configuration of another trainer; keys that identify one: {tried(found.values)}"
         raise usage_error("unknown-foreign-file", message, hint=f"name the tool with `--from`: {names}", where=Where(str(path)))
     return found
 

@@ -46,7 +46,7 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
     found = detect(devices[0].get("name")) if devices and recipe.launch.device == "cuda" else None
     if found is None or found.name != hardware.name:
         ran_on = devices[0].get("name") if devices and recipe.launch.device != "cpu" else "the CPU"
-        raise usage_error("calibrate-no-run", f"{path} ran on {ran_on}, and {hardware.name} is to be calibrated")
+        raise usage_error("calibrate-no-run", f"{path} ran on {ran_on}, and the plan is for {hardware.name}")
     took = [(line["step"], line["step_seconds"]) for line in lines if "loss" in line and line.get("step_seconds")][1:]
     if len(took) < FEWEST_LINES:
         raise usage_error("calibrate-no-run", f"{path} has {len(took)} lines of steps after the first; at least {FEWEST_LINES} are needed")

@@ -43,7 +43,7 @@ class CheckpointEvaluation(Section):
     every: Annotated[Whole | None, Effect(RESULT, FREE)] = None
     """Evaluate only checkpoints whose step is a multiple of this; null = every checkpoint."""
     when: Literal["alongside", "between_steps", "at_end"] = "alongside"
-    """alongside: while ranks train, on GPUs of machine 0 without ranks, else its CPU; between_steps: ranks wait, on their GPUs; at_end."""
+    """alongside: during training, on unused GPUs of machine 0, else its CPU; between_steps: on the GPUs of the waiting ranks; at_end."""
     batch_size: Whole = 8
     """Rows of one forward pass."""
     timeout: Duration = "2h"

@@ -140,7 +140,7 @@ class Fsdp(Section):
     sync_each_batch: bool = True
     """Reduce-scatter after every micro-batch; false keeps unsharded gradients between micro-batches."""
     ep_size: Whole = 1
-    """Ranks that divide the experts of each layer and exchange tokens (expert parallelism); they read rows of their own."""
+    """Ranks that divide the experts of each layer and exchange tokens (expert parallelism); each rank reads its own rows."""
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
     """Checkpoint format: every rank writes its shards, or rank 0 writes full tensors as safetensors."""
     cpu_ram_efficient_loading: bool = True
@@ -254,7 +254,7 @@ class Recipe(Section):
     lora: Annotated[Lora | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
     """Train low-rank adapters of a frozen model: `{}` for the defaults, or by PEFT's names; null = train the model itself."""
     quantization: Annotated[Quantization | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
-    """Hold the frozen weights under `lora:` in 4 bits (QLoRA): `{}` for the defaults; or `{train: int4}`; null = as they are stored."""
+    """`{}`: frozen weights under `lora:` in 4 bits (QLoRA); `{train: int4}`: quantisation-aware training; null = weights as they are."""
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: CheckpointEvaluation = CheckpointEvaluation()

@@ -15,7 +15,7 @@ from fsdp_tune.recipe.schema.sections import DataSource
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingField, describe_field, owned_names
 
 _HEAD = """\
-# Every key of a recipe with its default and what it means. Generated from the schema; do not edit.
+# Every key of a recipe with its default and meaning. Generated from the schema; do not edit.
 # `null` and `auto` are decided as described in the comment. Unknown keys are errors. `training:` also takes the fields of transformers'
 # TrainingArguments that are listed as comments below it, with these defaults; TrainingArguments documents their meaning.
 """

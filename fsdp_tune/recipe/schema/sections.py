@@ -258,7 +258,7 @@ class Data(Section):
     overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"
     """Handling of rows longer than max_length; auto = split for text, else truncate. Always counted."""
     drop_duplicates: Annotated[bool, Effect(DATA, REFUSED)] = False
-    """Train rows with equal tokens and targets once, over all sources: the first stays. Always counted, except in streams."""
+    """Train only the first of rows with equal tokens and targets, over all sources. Duplicates are always counted, except in streams."""
     packing: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Join examples into rows of `max_length`; no token attends across examples."""
     packing_strategy: Annotated[Literal["bfd", "wrapped"], Effect(DATA, REFUSED)] = "bfd"
@@ -274,7 +274,7 @@ class Data(Section):
     streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Read, tokenise and pack rows while training; needs training.max_steps."""
     stream_lanes: Annotated[Whole | Auto, Effect(DATA | MEMORY, REFUSED)] = "auto"
-    """Parts of a stream that are read side by side, however many ranks there are; a multiple of the ranks; auto = 16 or more."""
+    """Parts of a stream that are read in parallel, whatever the number of ranks, which must divide it; auto = 16 or more."""
     curriculum: Annotated[list[Stage], Effect(DATA, REFUSED)] = []
     """[{until_step, weights}]: shares of the sources by step; after the last stage each source's `weight` holds. Streaming only."""
     shuffle: Annotated[bool, Effect(DATA, REFUSED)] = True
@@ -341,7 +341,7 @@ class Quantization(Section):
     scales: Literal["fp32", "bf16"] = "fp32"
     """dtype of the scale of a block: fp32 = bitsandbytes' values, 4.5 bits a weight | bf16 = 4.25 bits a weight."""
     train: Annotated[Literal["int4", "int8-int4"] | None, BeforeValidator(_emulated)] = None
-    """Quantisation-aware training: linear layers compute with int4 weights, emulated, int8-int4 = and with int8 inputs. Needs torchao."""
+    """Quantisation-aware training with emulated rounding: int4 = of weights, int8-int4 = also of inputs, to int8. Needs torchao."""
     group_size: Whole = 32
     """Weights of a row that share a scale under `train`; divides the inputs of each quantised layer."""
     modules_to_not_convert: list[Text] = []
